@@ -7,6 +7,7 @@ compared. Differences are always `first` − `second`, so a positive one is a wi
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -214,6 +215,8 @@ def sign_test_power(
         if not 0 <= value <= 1:
             raise ValueError(f"{name} must lie within 0 … 1, got {value}")
     _check_probability(level, "level")
+    # The binomial probabilities overflow on subnormal numbers, which are as good as zero.
+    win_probability, tie_probability = (0.0 if p < sys.float_info.min else p for p in (win_probability, tie_probability))
     power = 0.0
     for zero in range(trials + 1):
         signs = trials - zero
