@@ -248,7 +248,8 @@ def test_json_holds_the_exact_numbers_of_examples_and_group(here, capsys):
 
 @pytest.mark.parametrize("edit", ["by-head", "by-band"])
 def test_a_merged_adapter_equals_the_edited_model(here, capsys, edit):
-    peft = pytest.importorskip("peft")
+    import peft
+
     arguments = ["export-lora", edit, "--model", "my-model", "--out", f"lora-{edit}", "--untied-base", f"base-of-{edit}"]
     assert cli.main(arguments) == 0
     needs_base = edit == "by-head"
