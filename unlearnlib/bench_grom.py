@@ -7,6 +7,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -69,14 +70,22 @@ def draw(values: dict[str, Any]) -> Figure:
     for axis, (rows, name, label) in zip(axes, curves, strict=False):
         axis.loglog([row[name] for row in rows], [row["seconds"] for row in rows], "o-")
         axis.set(xlabel=label, ylabel="seconds")
+        _mark(axis, [row[name] for row in rows])
     axes[0].set_title("solve")
     axes[1].set_title("stream and solve")
     rows = values["audit_examples_curve"]
     for name, label in (("refit_seconds", "refits"), ("audit_seconds", "audit")):
         axes[2].loglog([row["examples"] for row in rows], [row[name] for row in rows], "o-", label=label)
     axes[2].set(xlabel="examples audited", ylabel="seconds", title="audit")
+    _mark(axes[2], [row["examples"] for row in rows])
     axes[2].legend()
     return figure
+
+
+def _mark(axis: Axes, places: list[int]) -> None:
+    """Ticks where something was measured: a short logarithmic axis crowds its own."""
+    axis.set_xticks(places, [f"{place:,}" for place in places], rotation=30)
+    axis.minorticks_off()
 
 
 def _gaussian(*shape: int, seed: int = 0) -> Tensor:

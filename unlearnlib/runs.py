@@ -173,6 +173,8 @@ def _kernel_environment(root: Path) -> Iterator[None]:
     """The library of this checkout, this environment's own kernel and inline figures, whatever the user has set."""
     path = os.pathsep.join(p for p in (str(root.resolve()), os.environ.get("PYTHONPATH")) if p)
     wanted = {"PYTHONPATH": path, "JUPYTER_PREFER_ENV_PATH": "1", "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    # tqdm advises every kernel to install widgets; bars are shown in a terminal here.
+    wanted["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:IProgress not found"]))
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
@@ -500,7 +502,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    options.only = ",".join([options.only, *options.run])
+    options.only = ",".join(filter(None, [options.only, *options.run]))
     for run in _selected(options):
         sys.stderr.write(f"{run} …\n")
         record = execute(run, options.root, _out(options), allow_dirty=options.allow_dirty, show_progress=not options.quiet)
