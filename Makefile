@@ -8,6 +8,7 @@ ONLY        ?=
 # Not what OMP_NUM_THREADS says, which nproc would report.
 JOBS        ?= $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || sysctl -n hw.ncpu)
 ALLOW_DIRTY ?=
+MISSING     ?=
 # An extra package index for pip, for instance the CPU wheels of PyTorch. Empty: the default index alone.
 TORCH_INDEX ?=
 
@@ -27,7 +28,7 @@ workflow   = @$(SNAKEMAKE) $(1); status=$$?; $(2) \
 	elif [ $$status -ne 0 ]; then \
 		echo "Failed, see above; the workflow's own log: $$(ls -t .snakemake/log/* 2>/dev/null | head -1)" >&2; \
 	fi; exit $$status
-RUNS       = --config profile=$(PROFILE) only='$(ONLY)' $(if $(ALLOW_DIRTY),allow_dirty=1)
+RUNS       = --config profile=$(PROFILE) only='$(ONLY)' $(if $(ALLOW_DIRTY),allow_dirty=1) $(if $(MISSING),missing=1)
 SHOW      := if [ -f _build/html/index.html ]; then echo "The book: $(CURDIR)/_build/html/index.html"; fi;
 
 .DEFAULT_GOAL := help
@@ -35,7 +36,9 @@ SHOW      := if [ -f _build/html/index.html ]; then echo "The book: $(CURDIR)/_b
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
-	@echo "  Variables: PROFILE=tiny|smol|paper  ONLY=notebook/run, with * and ?  JOBS=$(JOBS)  ALLOW_DIRTY=1  TORCH_INDEX=url"
+	@echo "  Variables: PROFILE=$(shell ls profiles | sed -n 's/\.yaml$$//p' | paste -sd '|' -)  ONLY=notebook/run, with * and ?"
+	@echo "    MISSING=1  reproduce and promote: only runs that have no committed record yet, to make a long profile in several sittings"
+	@echo "    JOBS=$(JOBS)  ALLOW_DIRTY=1  TORCH_INDEX=url"
 
 book: venv model  ## run what is stale of the tiny profile, compare with the committed records, build the book
 	$(call workflow,reproduce html,$(SHOW))
@@ -55,7 +58,7 @@ reproduce: venv model  ## run what is stale of PROFILE (of ONLY) and compare wit
 
 promote: venv model  ## run what is stale of PROFILE (of ONLY) and update results/ and book/executed/ where they disagree
 	$(call workflow,runs $(RUNS))
-	@python -m unlearnlib.runs promote --profile $(PROFILE) --only='$(ONLY)'
+	@python -m unlearnlib.runs promote --profile $(PROFILE) --only='$(ONLY)' $(if $(MISSING),--missing)
 	@python book/_ext/readme_picture.py
 
 bench: venv model  ## measure and write results/bench/

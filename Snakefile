@@ -3,7 +3,7 @@
 #   snakemake --cores 2                                          the tiny profile, the book, the comparison
 #   snakemake --cores 2 reproduce --config profile=smol only=…   runs of another profile, and their comparison
 #   snakemake --cores 2 html                                     the book's pages alone
-#   add -n to see what would run
+#   add missing=1 behind --config to leave out runs that have a committed record, -n to see what would run
 #
 # Whether something is out of date is decided by content, never by modification times, which a git checkout scrambles: the
 # hashes below are parameters of the rules, and a changed parameter is what makes Snakemake run a rule again.
@@ -22,12 +22,15 @@ BIN = shlex.quote(str(Path(sys.executable).parent))
 PROFILE = config.get("profile", "tiny")
 ONLY = str(config.get("only") or "")  # `only=` arrives as None
 ALLOW_DIRTY = "--allow-dirty" if config.get("allow_dirty") else ""
+MISSING = "--missing" if config.get("missing") else ""
 BOOK_SOURCES = ("book", "results", "unlearnlib", "profiles", "notebooks", "_config.yml", "_toc.yml")
 
 try:
     TINY = profiles.load("tiny", ROOT)
     CHOSEN = TINY if PROFILE == "tiny" else profiles.load(PROFILE, ROOT)
     SELECTED = CHOSEN.select(ONLY)
+    if MISSING:
+        SELECTED = runs.missing(SELECTED, ROOT)
     RUNS = {str(run): run for run in TINY.runs + CHOSEN.runs}
     SOURCES = {notebook: runs.sources(notebook, ROOT) for notebook in {run.notebook for run in RUNS.values()}}
 except profiles.ProfileError as error:
@@ -37,6 +40,21 @@ except profiles.ProfileError as error:
 def outputs(selected):
     """The records of some runs; a record is written last, after its notebook."""
     return [run.record(runs.RUNS) for run in selected]
+
+
+def sources_of(run):
+    """The hash that says whether a run is stale. That of one that gathers others is asked for again once those are there."""
+    return runs.run_sources(run, ROOT, runs.RUNS) if run.gathers else SOURCES[run.notebook]
+
+
+def gathered_by(run):
+    """The fresh records that a run needs before it can gather: of runs that are asked for, too, or have no committed record of today's."""
+    wanted = {str(other) for other in SELECTED}
+    return outputs(
+        other
+        for other in run.gathers
+        if str(other) in wanted or runs.available(other, ROOT, runs.RUNS) != other.record(ROOT / "results")
+    )
 
 
 def tree_hash(*names):
@@ -84,7 +102,7 @@ rule reproduce:
         profile=PROFILE,
         only=ONLY,
     shell:
-        "{PYTHON} -m unlearnlib.runs compare --profile {params.profile} --only={params.only:q}" + (out_of("input[0]") if SELECTED else "")
+        "{PYTHON} -m unlearnlib.runs compare --profile {params.profile} --only={params.only:q} " + MISSING + (out_of("input[0]") if SELECTED else "")
 
 
 rule runs:
@@ -93,11 +111,13 @@ rule runs:
 
 
 rule run:
+    input:
+        lambda wildcards: gathered_by(run_of(wildcards)),
     output:
         notebook="_build/runs/{profile}/{notebook}/{run}.ipynb",
         record="_build/runs/{profile}/{notebook}/{run}.json",
     params:
-        sources=lambda wildcards: SOURCES[wildcards.notebook],
+        sources=lambda wildcards: sources_of(run_of(wildcards)),
         parameters=lambda wildcards: json.dumps(run_of(wildcards).parameters),
     threads: CHOSEN.threads
     resources:

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from papermill.cli import _resolve_type
 
-from unlearnlib import cli, profiles, records, runs
+from unlearnlib import cli, profiles, published, records, runs
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "book" / "_ext"))
@@ -105,6 +105,20 @@ def test_a_page_names_only_values_that_there_are(source):
                 assert {column.strip() for column in options.get("columns", "").split("|")} - {""} <= row.keys(), place
             else:
                 assert profiles.load(reference.record.partition("/")[0], ROOT).select(reference.record.partition("/")[2])
+    for argument, body in re.findall(r"\{comparison-table\} *(.*)\n((?:.*\n)*?)(?::::|```)", text):
+        options = dict(re.findall(r"^:(\w+): (.*)$", body, re.M))
+        measures = [records_ext.measure(line) for line in body.splitlines() if line.strip() and not line.startswith(":")]
+        assert options.keys() & {"profiles", "published"}
+        places = [place for place in options.get("profiles", "").split("|") if place and argument != "notebook/run"]
+        for place in places:
+            reference = records_ext.parse(f"{place.strip()}/{argument}")
+            reference = reference._replace(value=reference.value or "rows")
+            if reference.path(ROOT).is_file():
+                assert records_ext.by_method(reference, [m for m in measures if m.record], ROOT)
+            else:
+                assert profiles.load(place.strip(), ROOT).select(reference.record.partition("/")[2])
+        if "published" in options:
+            assert {m.published for m in measures} - {""} <= published.table(options["published"]).headings.keys()
 
 
 # Pages
@@ -245,6 +259,17 @@ paper: bench/small:rows
 tiny: page/default:rows
 ```
 
+```{comparison-table} grom_quickstart/llama-3.2-1b
+:published: tofu_05
+:profiles: paper | tiny
+:caption: The paper and ours.
+:name: tab-two
+
+1 − ROUGE-L: one_minus_rouge_l = 1 - rouge_l
+$F$: final = final
+minutes: = seconds / 60 | .3f
+```
+
 ```{record-values} tiny/page/*
 ```
 
@@ -270,9 +295,15 @@ def small_book(tmp_path):
     exact = {"class": "exact", "rtol": 1e-9, "atol": 0}
     values = {"gap": 1.25e-13, "rows": [{"n": 1, "p": 0.5}, {"n": 2, "p": 0.25}]}
     record = {"parameters": {}, "values": values, "classes": dict.fromkeys(values, exact), "provenance": provenance}
-    names = {"tiny/page/default": ("page", "default", "tiny"), "bench/small": ("bench", "small", "bench")}
-    for path, (notebook, run, profile) in names.items():
-        records.write({"notebook": notebook, "run": run, "profile": profile} | record, tmp_path / "results" / f"{path}.json")
+    methods = [{"method": "grom", "rouge_l": 0.0625, "final": 0.8125, "seconds": 90.0}, {"method": "npo", "rouge_l": None, "seconds": 3}]
+    tofu = record | {"values": {"rows": methods}, "classes": {"rows": exact}}
+    written = {
+        "tiny/page/default": {"notebook": "page", "run": "default", "profile": "tiny"} | record,
+        "bench/small": {"notebook": "bench", "run": "small", "profile": "bench"} | record,
+        "tiny/grom_quickstart/llama-3.2-1b": {"notebook": "grom_quickstart", "run": "llama-3.2-1b", "profile": "tiny"} | tofu,
+    }
+    for path, content in written.items():
+        records.write(content, tmp_path / "results" / f"{path}.json")
     return tmp_path
 
 
@@ -289,6 +320,21 @@ def test_a_book_with_records_builds_without_warnings_and_loads_nothing_remote(sm
     for text in ("1.2·10⁻¹³", "Table 1", "ONLY=page/default", "orphan", "mathjax"):
         assert text in html
     assert html.count("0.25") >= 3
+    # The paper's group has no minutes; the record of its profile is awaited; NPO has no published row, no ROUGE-L and no final here.
+    table = html[html.index("The paper and ours.") :].partition("</table>")[0]
+    rows = [re.findall(r"<t[dh][^>]*>(?:<p>)?(.*?)(?:</p>)?</t[dh]>", row, re.S) for row in re.findall(r"<tr.*?</tr>", table, re.S)]
+    assert rows[0] == ["method", "paper", "paper", "tiny"]
+    assert [len(row) for row in rows] == [4, 8, 9, 9, 9, 9]
+    assert rows[2:] == [
+        ["Retain", "0.61", "0.71", *[""] * 6],
+        ["GROM", "0.95", "0.79", *[""] * 3, "0.94", "0.81", "1.500"],
+        ["NPO", *[""] * 7, "0.050"],
+        ["SimNPO", "0.74", "0.73", *[""] * 6],
+    ]
+    assert "(not computed yet)" in html and "TOFU, forget 5 %" in html
+
+
+COMPARISON = "```{comparison-table} grom_quickstart/llama-3.2-1b"
 
 
 def test_missing_values_fail_the_build_and_are_named(small_book):
@@ -301,6 +347,15 @@ def test_missing_values_fail_the_build_and_are_named(small_book):
         "```{result-table} page/default:gap\n```": "tiny/page/default:gap is not a table",
         "```{result-table}\n:key: n\ntiny: pag/default:rows\n```": "there is no record results/tiny/pag/default.json",
         "```{provenance} page/other\n```": "there is no record tiny/page/other",
+        "```{comparison-table} page/default\n:profiles: tiny\n\nn: = n\n```": "tiny/page/default:rows is not a table with the column",
+        "```{comparison-table} page/other\n:profiles: tiny\n\nn: = n\n```": "there is no record results/tiny/page/other.json",
+        f"{COMPARISON}\n:profiles: tiny\n\nn: = n\n```": "rows has no column n; it has method, rouge_l, final, seconds",
+        f"{COMPARISON}\n:published: tofu_05\n\nn: n =\n```": "the published table tofu_05 has no column 'n'",
+        f"{COMPARISON}\n:published: tofu\n\nn: n =\n```": "there is no published table 'tofu'",
+        f"{COMPARISON}\n:profiles: tiny\n\nn: final =\n```": "published columns need the option :published:",
+        f"{COMPARISON}\n:profiles: tiny\n:methods: grom | ga\n\nn: = final\n```": "there is no method ga; there are grom, npo",
+        f"{COMPARISON}\n:profiles: tiny\n:published: tofu_05\n\nn: = final\n```": "in the body a column for each",
+        f"{COMPARISON}\n:profiles: tiny\n\nn: 1 + final\n```": "isn't of the form `heading: published = column`",
     }
     (small_book / "book" / "page.md").write_text("\n\n".join([PAGE, *mistakes]))
     done = build(small_book)
@@ -347,6 +402,36 @@ def test_a_reference_that_names_no_record_is_refused(text):
 )
 def test_values_are_shown_as_a_reader_wants_them(value, format_, shown):
     assert records_ext.show(value, format_) == shown
+
+
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        ("Final: final = final", ("Final", "final", "final")),
+        ("1 − ROUGE-L: one_minus_rouge_l = 1 - rouge_l | .3f", ("1 − ROUGE-L", "one_minus_rouge_l", "rouge_l", True, 1.0, ".3f")),
+        ("minutes: minutes = seconds / 60", ("minutes", "minutes", "seconds", False, 60.0)),
+        ("utility: held out: = utility_held_out", ("utility: held out", "", "utility_held_out")),
+        ("minutes: minutes =", ("minutes", "minutes", "")),
+    ],
+)
+def test_columns_of_a_comparison_are_parsed(line, expected):
+    assert records_ext.measure(line) == records_ext.Measure(*expected)
+
+
+@pytest.mark.parametrize(
+    "line", ["Final: final", "Final: =", "final = final", "x: a = 1 - b / 60", "x: a = b / 0", "x: a = 2 - b", "x: a = b = c"]
+)
+def test_a_column_of_a_comparison_of_another_form_is_refused(line):
+    with pytest.raises(records_ext.Missing, match="isn't of the form"):
+        records_ext.measure(line)
+
+
+def test_a_measure_is_calculated_from_numbers_only():
+    complement = records_ext.measure("x: = 1 - p")
+    assert (complement.of({"p": 0.25}), complement.of({"p": None}), complement.of({})) == (0.75, None, None)
+    assert records_ext.measure("x: = s / 60").of({"s": 90}) == 1.5
+    with pytest.raises(records_ext.Missing, match="p is 'high', which is no number"):
+        complement.of({"p": "high"})
 
 
 # Pins

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from unlearnlib import bench, profiles, provenance, records, runs
+from unlearnlib import bench, gather, profiles, provenance, records, runs
 
 ROOT = Path(__file__).parents[1]
 
@@ -105,6 +107,68 @@ def tiny(project):
     return profiles.load("tiny", project).runs
 
 
+SPREAD = """\
+# Spread
+
+```{code-cell}
+:tags: [parameters]
+
+seed = 0
+gather = []
+```
+
+```{code-cell}
+from unlearnlib.gather import gathered
+from unlearnlib.records import exact, trained
+
+others = gathered("spread", gather)
+exact(seeds=[{"seed": other["parameters"]["seed"]} for other in others], double=2 * seed)
+trained(sum=sum(other["values"]["score"] for other in others), score=0.5 + seed)
+```
+"""
+
+SPREAD_PROFILE = """\
+description: runs, and one that gathers two of them
+runs:
+  spread:
+    both: {gather: [two, one]}
+    one: {seed: 1}
+    two: {seed: 2}
+    three: {seed: 3}
+"""
+
+
+def add_spread(project):
+    (project / "notebooks" / "spread.md").write_text(NOTEBOOK.partition("# Small")[0] + SPREAD, encoding="utf-8")
+    (project / "profiles" / "seeds.yaml").write_text(SPREAD_PROFILE, encoding="utf-8")
+    return project
+
+
+@pytest.fixture
+def spread(project):
+    """A project with a further profile, one of whose runs gathers two others."""
+    return add_spread(project)
+
+
+@pytest.fixture(scope="module")
+def spread_executed(tmp_path_factory):
+    """Its runs `one`, `two` and `both`, executed once, the gathering one last."""
+    root = add_spread(make_project(tmp_path_factory.mktemp("spread")))
+    assert runs.main(["run", "--root", str(root), "--profile", "seeds", "--quiet", "spread/both,spread/one,spread/two"]) == 0
+    return root / "_build" / "runs"
+
+
+@pytest.fixture
+def spread_run(spread, spread_executed):
+    """The project with its fresh runs, to change at will."""
+    shutil.copytree(spread_executed, spread / "_build" / "runs")
+    return spread
+
+
+def seeds(project, only="both,one,two"):
+    return profiles.load("seeds", project).select(",".join(f"spread/{name}" for name in only.split(",")))
+
+
 # Profiles
 
 
@@ -173,6 +237,56 @@ def test_runs_are_selected_by_pattern(project):
     assert [run.name for run in profile.select("x, small/default")] == ["default"]
     with pytest.raises(profiles.ProfileError, match="there are small/default, small/big"):
         profile.select("large")
+
+
+@pytest.mark.parametrize(
+    "gathers, message",
+    [
+        (
+            "[one, four]",
+            r"runs\.spread\.both\.gather: there is no run spread/four in this profile",
+        ),
+        ("[1]", r"there is no run spread/1 in"),
+        ("[small/default]", r"there is no run small/default in"),
+        ("one", r"runs\.spread\.both\.gather: must be list"),
+        ("[one, spread/one]", r"spread/one is named twice"),
+        ("[both]", r"in a circle: spread/both, spread/both"),
+    ],
+)
+def test_a_run_gathers_other_runs_of_its_profile(spread, gathers, message):
+    assert [str(run) for run in seeds(spread)[0].gathers] == ["seeds/spread/two", "seeds/spread/one"]
+    edit(spread / "profiles" / "seeds.yaml", "[two, one]", gathers)
+    with pytest.raises(profiles.ProfileError, match=message) as raised:
+        profiles.load("seeds", spread)
+    assert "seeds.yaml" in str(raised.value)
+
+
+def test_runs_are_gathered_in_chains_but_not_in_circles(spread):
+    edit(spread / "profiles" / "seeds.yaml", "one: {seed: 1}", "one: {gather: [three]}")
+    assert {run.name: run.depth for run in seeds(spread, "both,one,two,three")} == {"both": 2, "one": 1, "two": 0, "three": 0}
+    edit(spread / "profiles" / "seeds.yaml", "three: {seed: 3}", "three: {gather: [both]}")
+    with pytest.raises(
+        profiles.ProfileError, match=r"runs\.spread\.three\.gather: .* in a circle: spread/both, spread/one, spread/three, spread/both"
+    ):
+        profiles.load("seeds", spread)
+
+
+def test_runs_of_another_notebook_are_gathered_by_their_full_name(spread):
+    edit(spread / "profiles" / "seeds.yaml", "  spread:", "  small:\n    default: {}\n  spread:")
+    edit(spread / "profiles" / "seeds.yaml", "[two, one]", "[small/default, one]")
+    assert [str(run) for run in seeds(spread, "both")[0].gathers] == ["seeds/small/default", "seeds/spread/one"]
+
+
+def test_no_notebook_gathers_by_itself(spread):
+    edit(spread / "notebooks" / "spread.md", "gather = []", 'gather = ["one"]')
+    with pytest.raises(profiles.ProfileError, match=r"spread\.md: the default of gather must be \[\]"):
+        profiles.load("seeds", spread)
+
+
+def test_the_name_of_a_profile_is_one_that_records_can_carry(spread):
+    (spread / "profiles" / "seeds.yaml").rename(spread / "profiles" / "seeds-2.yaml")
+    with pytest.raises(profiles.ProfileError, match=r"seeds-2\.yaml: the name of a profile is made of small letters"):
+        profiles.load("seeds-2", spread)
 
 
 # Executing
@@ -373,7 +487,111 @@ def test_a_record_of_a_benchmark_goes_stale_with_its_own_suite_only(project):
     assert states() == {"grom": "orphan", "sidecar": "stale"}
 
 
+# Gathering
+
+
+def test_a_gathering_run_reads_the_others_in_the_order_of_its_profile(spread_run):
+    record = records.read(spread_run / "_build" / "runs" / "seeds" / "spread" / "both.json")
+    assert record["values"] == {"seeds": [{"seed": 2}, {"seed": 1}], "double": 0, "sum": 4.0, "score": 0.5}
+    assert record["parameters"] == {"gather": ["two", "one"]}
+    assert record["provenance"]["sources"] != runs.sources("spread", spread_run)
+    both, one, _ = seeds(spread_run)
+    out = spread_run / "_build" / "runs"
+    assert runs.run_sources(both, spread_run, out) == record["provenance"]["sources"]
+    assert runs.run_sources(one, spread_run, out) == runs.sources("spread", spread_run)
+
+
+def test_a_gathering_run_whose_others_are_missing_or_old_does_not_start(spread_run, capsys):
+    (spread_run / "_build" / "runs" / "seeds" / "spread" / "one.json").unlink()
+    edit(spread_run / "profiles" / "seeds.yaml", "{seed: 2}", "{seed: 4}")
+    assert runs.main(["run", "--root", str(spread_run), "--profile", "seeds", "--quiet", "spread/both"]) == 1
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("error: seeds/spread/both gathers spread/two, spread/one, of which there is no record of today's")
+    assert "make reproduce PROFILE=seeds ONLY=spread/two,spread/one" in message
+
+
+def test_a_gathering_run_goes_stale_with_what_the_others_hold(spread_run):
+    out = spread_run / "_build" / "runs"
+    runs.promote(seeds(spread_run), spread_run, out)
+
+    def stale():
+        return [entry["record"]["run"] for entry in runs.status(spread_run) if entry["state"] != "fresh"]
+
+    assert stale() == []
+    one = spread_run / "results" / "seeds" / "spread" / "one.json"
+    edit(one, '"date": "2', '"date": "1')
+    assert stale() == []
+    edit(one, '"score": 1.5', '"score": 1.75')
+    assert stale() == ["both"]
+    (entry,) = runs.compare(seeds(spread_run, "both"), spread_run, out)["runs"]
+    assert entry["problems"] == ["the code, the parameters or the gathered records have changed since this run"]
+    one.unlink()
+    assert stale() == ["both"]
+
+
+def test_gathered_is_what_a_promotion_would_leave(spread_run):
+    out, one = spread_run / "_build" / "runs", seeds(spread_run, "one")[0]
+    fresh, committed = one.record(out), one.record(spread_run / "results")
+    assert runs.available(one, spread_run, out) == fresh
+    runs.promote([one], spread_run, out)
+    assert runs.available(one, spread_run, out) == committed
+    edit(fresh, '"score": 1.5', '"score": 1.75')  # trained: no reason to replace the record
+    assert runs.available(one, spread_run, out) == committed
+    edit(fresh, '"double": 2', '"double": 3')
+    assert runs.available(one, spread_run, out) == fresh
+    fresh.unlink()
+    assert runs.available(one, spread_run, out) == committed
+    edit(spread_run / "notebooks" / "spread.md", "0.5 + seed", "0.25 + seed")
+    assert runs.available(one, spread_run, out) is None
+
+
+def test_a_gathering_run_is_promoted_with_what_it_gathered_or_after(spread_run):
+    out = spread_run / "_build" / "runs"
+    with pytest.raises(runs.RunError, match=r"both has gathered the fresh run seeds/spread/two, .*: promote them together"):
+        runs.promote(seeds(spread_run, "both"), spread_run, out)
+    assert not (spread_run / "results").exists()
+    runs.promote(seeds(spread_run, "one,two"), spread_run, out)
+    assert runs.promote(seeds(spread_run, "both"), spread_run, out) == ["results/seeds/spread/both.json: new"]
+    assert not (spread_run / "book" / "executed").exists(), "executed notebooks are committed of the tiny profile alone"
+
+
+def test_without_a_runner_the_committed_records_are_gathered(spread_run, monkeypatch):
+    monkeypatch.delenv(gather.GATHERED, raising=False)
+    monkeypatch.setattr(gather, "CHECKOUT", spread_run)
+    assert gather.gathered("spread", []) == []
+    expected = r"no record .*results/seeds/spread/one\.json to gather; .*`make promote PROFILE=seeds ONLY=spread/one` makes it"
+    with pytest.raises(records.RecordError, match=expected):
+        gather.gathered("spread", ["one"], "seeds")
+    runs.promote(seeds(spread_run), spread_run, spread_run / "_build" / "runs")
+    assert [record["run"] for record in gather.gathered("spread", ["two", "one"], "seeds")] == ["two", "one"]
+    assert [record["run"] for record in gather.gathered("other", ["spread/one"], "seeds")] == ["one"]
+
+
+def test_under_the_runner_only_what_the_profile_says_is_gathered(spread_run, monkeypatch):
+    one = spread_run / "_build" / "runs" / "seeds" / "spread" / "one.json"
+    monkeypatch.setenv(gather.GATHERED, json.dumps({"spread/one": str(one)}))
+    assert gather.gathered("spread", ["one"]) == [records.read(one)]
+    with pytest.raises(records.RecordError, match="three: this run's profile doesn't list it under gather, which has spread/one"):
+        gather.gathered("spread", ["one", "three"])
+
+
 # Command line and workflow
+
+
+def test_missing_leaves_out_what_has_a_record(spread_run, capsys):
+    def listed(*options):
+        assert runs.main(["list", "--root", str(spread_run), "--profile", "seeds", *options]) == 0
+        return [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+
+    everything = ["seeds/spread/one", "seeds/spread/two", "seeds/spread/three", "seeds/spread/both"]
+    assert listed() == listed("--missing") == everything
+    runs.promote(seeds(spread_run, "one,two"), spread_run, spread_run / "_build" / "runs")
+    edit(spread_run / "notebooks" / "spread.md", "0.5 + seed", "0.25 + seed")
+    assert listed("--missing") == ["seeds/spread/three", "seeds/spread/both"], "a stale record isn't missing"
+    assert listed("--missing", "--only", "*/one") == []
+    assert runs.main(["compare", "--root", str(spread_run), "--profile", "seeds", "--missing", "--only", "*/one"]) == 0
+    assert "every run has a committed record" in capsys.readouterr().out
+    assert not (spread_run / "_build" / "reproduction.json").exists()
 
 
 @pytest.mark.parametrize("command", [[], ["list"], ["run"], ["compare"], ["promote"], ["status"]])
@@ -390,6 +608,32 @@ def test_bad_input_on_the_command_line_is_a_short_error(project, capsys):
     assert runs.main(["run", "--root", str(project), "large"]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 3 and all(line.startswith("error: ") for line in errors)
+
+
+def test_the_workflow_gathers_what_is_there_and_makes_what_is_not(spread_run):
+    (spread_run / "Snakefile").write_text((ROOT / "Snakefile").read_text(encoding="utf-8"), encoding="utf-8")
+    out, fresh = spread_run / "_build" / "runs", spread_run / "_build" / "runs" / "seeds" / "spread"
+
+    def snakemake(*config, dry=True):
+        options = ["--rerun-triggers", "params", "--cores", "2", *(["--dry-run"] if dry else []), "runs", "--config", "profile=seeds"]
+        done = subprocess.run(
+            [sys.executable, "-m", "snakemake", *options, *config], cwd=spread_run, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return re.findall(r"wildcards: .*run=(\w+)", done.stdout + done.stderr)
+
+    (fresh / "both.json").unlink()
+    runs.promote(seeds(spread_run, "one"), spread_run, out)
+    (fresh / "two.json").unlink()
+    (fresh / "one.json").unlink()
+    # The committed record of one run is of today, so it isn't made again for the sake of the one that gathers it.
+    assert snakemake("only=spread/both", dry=False) == ["two", "both"]
+    assert records.read(fresh / "both.json")["values"]["sum"] == 4.0
+    assert snakemake("only=spread/both") == []
+    runs.promote(seeds(spread_run, "both,two"), spread_run, out)
+    assert snakemake("missing=1") == ["three"]
+    edit(spread_run / "profiles" / "seeds.yaml", "{seed: 2}", "{seed: 4}")
+    assert snakemake("only=spread/both") == ["two", "both"]
 
 
 def test_the_workflow_runs_what_is_stale_and_nothing_else(project):

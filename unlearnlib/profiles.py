@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import ast
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from unlearnlib.gather import full_name
+
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
-_FIELDS = ("description", "threads", "resources", "runs")
+_FIELDS = ("description", "threads", "resources", "settings", "runs")
+_NAME = re.compile(r"[a-z]+")
 _RUN_NAME = re.compile(r"[A-Za-z0-9._-]+")
+
+GATHER = "gather"
+"""The parameter of a notebook that names other runs, whose records the run reads."""
 
 
 class ProfileError(ValueError):
@@ -32,15 +38,23 @@ class Run:
         Their combination names the run, as ``tiny/grom_audit/default``.
     parameters : dict
         What differs from the notebook's defaults.
+    gathers : tuple of Run
+        The runs whose records this one reads (:mod:`unlearnlib.gather`): those that its parameter ``gather`` names.
     """
 
     profile: str
     notebook: str
     name: str
     parameters: dict[str, Any]
+    gathers: tuple[Run, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.profile}/{self.notebook}/{self.name}"
+
+    @property
+    def depth(self) -> int:
+        """0 for a run that gathers none, else more than that of each which it gathers."""
+        return max((other.depth + 1 for other in self.gathers), default=0)
 
     def source(self, root: Path) -> Path:
         """The text notebook."""
@@ -120,12 +134,14 @@ def load(name: str, root: Path) -> Profile:
     Raises
     ------
     ProfileError
-        For an unknown profile, field, notebook or parameter, or a parameter of another type than its default; file and field
-        are named.
+        For an unknown profile, field, notebook or parameter, a parameter of another type than its default, or a run that gathers
+        what it can't; file and field are named.
     """
     path = root / "profiles" / f"{name}.yaml"
     if not path.is_file():
         raise ProfileError(f"unknown profile {name!r}: there are {', '.join(names(root)) or 'none'} in {root / 'profiles'}")
+    if not _NAME.fullmatch(name):
+        raise ProfileError(f"{path}: the name of a profile is made of small letters")
     content = _read_yaml(path)
     for key in content:
         if key not in _FIELDS:
@@ -138,7 +154,7 @@ def load(name: str, root: Path) -> Profile:
     for key, value in resources.items():
         if not isinstance(value, (int, str)) or isinstance(value, bool):
             raise ProfileError(f"{path}: resources.{key}: must be a whole number or a text, not {value!r}")
-    runs = []
+    made = {}
     for notebook, variants in _expect(content, "runs", dict, path).items():
         source = root / "notebooks" / f"{notebook}.md"
         if not source.is_file():
@@ -152,8 +168,34 @@ def load(name: str, root: Path) -> Profile:
                 raise ProfileError(f"{where}: the name of a run is made of letters, digits, '.', '_' and '-'")
             if not isinstance(parameters, dict):
                 raise ProfileError(f"{where}: must map parameters to values ({{}} for none), not {parameters!r}")
-            runs.append(Run(name, notebook, run, {key: _fit(value, key, defaults, where) for key, value in parameters.items()}))
-    return Profile(name, description.strip(), runs, threads, resources)
+            made[f"{notebook}/{run}"] = Run(
+                name, notebook, run, {key: _fit(value, key, defaults, where) for key, value in parameters.items()}
+            )
+        if defaults.get(GATHER, []) != []:
+            raise ProfileError(f"{source}: the default of {GATHER} must be []: it is a profile that says what a run gathers")
+    return Profile(name, description.strip(), _link(made, path), threads, resources)
+
+
+def _link(made: dict[str, Run], path: Path) -> list[Run]:
+    """The runs of a profile, by ``notebook/run``, each with those that it gathers, which must be of the profile and in no circle."""
+    linked: dict[str, Run] = {}
+
+    def link(name: str, way: tuple[str, ...] = ()) -> Run:
+        if name not in linked:
+            run, way = made[name], (*way, name)
+            where = f"{path}: runs.{run.notebook}.{run.name}.{GATHER}"
+            names = [full_name(run.notebook, str(other)) for other in run.parameters.get(GATHER, [])]
+            for other in names:
+                if other not in made:
+                    raise ProfileError(f"{where}: there is no run {other} in this profile")
+                if other in way:
+                    raise ProfileError(f"{where}: runs gather each other in a circle: {', '.join((*way, other))}")
+                if names.count(other) > 1:
+                    raise ProfileError(f"{where}: {other} is named twice")
+            linked[name] = replace(run, gathers=tuple(link(other, way) for other in names))
+        return linked[name]
+
+    return [link(name) for name in made]
 
 
 def read_notebook(source: Path) -> NotebookNode:
@@ -250,6 +292,8 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":  # `<<: *name` brings in what an anchor names; what is written beside it wins
+                continue
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", key_node.start_mark)

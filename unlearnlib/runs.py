@@ -7,6 +7,7 @@ the end; people mostly use ``make book``, ``make reproduce`` and ``make promote`
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import logging
 import os
@@ -14,12 +15,12 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unlearnlib import bench, profiles, provenance, records
+from unlearnlib import bench, gather, profiles, provenance, records
 from unlearnlib.profiles import ProfileError, Run
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def execute(run: Run, root: Path, out: Path, *, allow_dirty: bool = False, show_
     Raises
     ------
     RunError
-        If a cell fails (notebook, line, code and error are named) or the tree is dirty.
+        If a cell fails (notebook, line, code and error are named), the tree is dirty, or a run that this one gathers has no record.
     records.RecordError
         If the notebook reports one name twice.
     """
@@ -83,11 +84,18 @@ def execute(run: Run, root: Path, out: Path, *, allow_dirty: bool = False, show_
             f"{run}: tracked files differ from HEAD, so the record could not name the commit that made it; "
             "commit first, or pass --allow-dirty (make reproduce ALLOW_DIRTY=1)"
         )
-    source_hash = sources(run.notebook, root)
+    gathered = {f"{other.notebook}/{other.name}": available(other, root, out) for other in run.gathers}
+    absent = [name for name, path in gathered.items() if path is None]
+    if absent:
+        raise RunError(
+            f"{run} gathers {', '.join(absent)}, of which there is no record of today's code and parameters; "
+            f"run it first (make reproduce PROFILE={run.profile} ONLY={','.join(absent)})"
+        )
+    source_hash = run_sources(run, root, out)
     # papermill warns of parameters that its own parser cannot read; ours has read them all.
     logging.getLogger("papermill").setLevel(logging.ERROR)
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="unlearnlib-run-") as scratch, _kernel_environment(root):
+    with tempfile.TemporaryDirectory(prefix="unlearnlib-run-") as scratch, _kernel_environment(root, gathered):
         try:
             notebook = papermill.execute_notebook(
                 profiles.read_notebook(run.source(root)),
@@ -169,12 +177,13 @@ def _explain(run: Run, error: Any, root: Path) -> str:
 
 
 @contextmanager
-def _kernel_environment(root: Path) -> Iterator[None]:
-    """The library of this checkout, this environment's own kernel and inline figures, whatever the user has set."""
+def _kernel_environment(root: Path, gathered: dict[str, Path]) -> Iterator[None]:
+    """The library of this checkout, this environment's own kernel and inline figures, whatever the user has set; and gathered records."""
     path = os.pathsep.join(p for p in (str(root.resolve()), os.environ.get("PYTHONPATH")) if p)
     wanted = {"PYTHONPATH": path, "JUPYTER_PREFER_ENV_PATH": "1", "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
     # tqdm advises every kernel to install widgets; bars are shown in a terminal here.
     wanted["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:IProgress not found"]))
+    wanted[gather.GATHERED] = json.dumps({name: str(file.resolve()) for name, file in gathered.items()})
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
@@ -212,6 +221,77 @@ def sources(notebook: str, root: Path, run: str = "") -> str:
         return provenance.sources(cells, root / "unlearnlib")
     except SyntaxError as error:
         raise ProfileError(f"{notebook}: {error.filename}:{error.lineno}: not Python: {error.msg}") from None
+
+
+def run_sources(run: Run, root: Path, out: Path) -> str:
+    """The hash of what a run depends on: its notebook's code and, if it gathers other runs, what their records hold.
+
+    Parameters
+    ----------
+    run : Run
+    root : Path
+        The project's folder.
+    out : Path
+        Where the fresh runs are.
+
+    Returns
+    -------
+    str
+        16 hexadecimal digits.
+
+    Raises
+    ------
+    ProfileError
+        As :func:`sources`.
+    """
+    return _with_gathered(sources(run.notebook, root), [available(other, root, out) for other in run.gathers])
+
+
+def _with_gathered(code: str, paths: Iterable[Path | None]) -> str:
+    """The hash of code and of gathered records. Seconds, dates and machines of those don't count; missing ones do."""
+    contents = []
+    for path in paths:
+        record = records.read(path) if path and path.is_file() else {}
+        contents.append({key: record.get(key) for key in ("notebook", "run", "parameters", "values")})
+    return hashlib.sha256(json.dumps([code, contents], sort_keys=True).encode()).hexdigest()[:16] if contents else code
+
+
+def available(run: Run, root: Path, out: Path) -> Path | None:
+    """The record of a run that one which gathers it reads, the one that a promotion would leave.
+
+    Parameters
+    ----------
+    run : Run
+        To be gathered.
+    root, out : Path
+        As in :func:`compare`.
+
+    Returns
+    -------
+    Path or None
+        The committed record if it comes from today's code and parameters, unless a fresh run disagrees with it; else the fresh one; None
+        if neither comes from today's.
+
+    Raises
+    ------
+    records.RecordError
+        If a record is malformed.
+    """
+    today = run_sources(run, root, out)
+
+    def current(path: Path) -> dict[str, Any] | None:
+        record = records.read(path) if path.is_file() else None
+        return record if record and (record["provenance"]["sources"], record["parameters"]) == (today, run.parameters) else None
+
+    committed, fresh = (current(run.record(folder)) for folder in (root / "results", out))
+    if committed and not (fresh and records.compare(fresh, committed)):
+        return run.record(root / "results")
+    return run.record(out) if fresh else None
+
+
+def missing(selected: Iterable[Run], root: Path) -> list[Run]:
+    """Those of some runs that have no committed record, whatever code it comes from."""
+    return [run for run in selected if not run.record(root / "results").is_file()]
 
 
 def _code(notebook: NotebookNode) -> list[str]:
@@ -261,8 +341,9 @@ def _compare_run(run: Run, root: Path, out: Path) -> dict[str, Any]:
     new = records.read(run.record(out))
     exact = sum(kind["class"] == "exact" for kind in new["classes"].values())
     entry |= {"exact": exact, "other": len(new["classes"]) - exact, "seconds": new["provenance"]["seconds"]}
-    if new["provenance"]["sources"] != sources(run.notebook, root) or new["parameters"] != run.parameters:
-        return entry | {"verdict": "NOT RUN", "problems": ["the code or the parameters have changed since this run"]}
+    if new["provenance"]["sources"] != run_sources(run, root, out) or new["parameters"] != run.parameters:
+        what = "the code, the parameters or the gathered records" if run.gathers else "the code or the parameters"
+        return entry | {"verdict": "NOT RUN", "problems": [f"{what} have changed since this run"]}
     committed = run.record(root / "results")
     if not committed.is_file():
         return entry | {"verdict": "new"}
@@ -293,9 +374,9 @@ def as_table(report: dict[str, Any]) -> str:
 def promote(runs: list[Run], root: Path, out: Path, *, everything: bool = False) -> list[str]:
     """Bring committed records, and for the tiny profile executed notebooks, up to date with fresh runs.
 
-    What was computed is replaced only where it must be: an exact value disagrees, the sources or parameters changed, or something
-    is missing. Timings and trained values alone replace nothing, so that a promotion shows in a diff what really changed. Prose,
-    captions and comments are always taken from the text notebook.
+    What was computed is replaced only where it must be: an exact value disagrees, the sources, parameters or gathered records changed,
+    or something is missing. Timings and trained values alone replace nothing, so that a promotion shows in a diff what really changed.
+    Prose, captions and comments are always taken from the text notebook.
 
     Parameters
     ----------
@@ -314,13 +395,18 @@ def promote(runs: list[Run], root: Path, out: Path, *, everything: bool = False)
     Raises
     ------
     RunError
-        If a run isn't there or is older than today's sources; nothing has been written then.
+        If a run isn't there, is older than today's sources, or has gathered a record that would stay uncommitted; nothing has been
+        written then.
     """
     pending: list[tuple[Path, str, str]] = []
+    chosen = {str(run) for run in runs}
     for run in runs:
         entry = _compare_run(run, root, out)
         if entry["verdict"] == "NOT RUN":
             raise RunError(f"{run}: {entry['problems'][0]}; run it first")
+        for other in run.gathers:
+            if available(other, root, out) != other.record(root / "results") and str(other) not in chosen:
+                raise RunError(f"{run} has gathered the fresh run {other}, which differs from the committed one: promote them together")
         record, notebook = run.record(root / "results"), run.committed_notebook(root)
         new = records.read(run.record(out))
         old = records.read(record) if record.is_file() else None
@@ -330,7 +416,7 @@ def promote(runs: list[Run], root: Path, out: Path, *, everything: bool = False)
         elif entry["problems"]:
             reason = "; ".join(entry["problems"])
         elif old["provenance"]["sources"] != new["provenance"]["sources"]:
-            reason = "sources changed"
+            reason = "sources or gathered records changed" if run.gathers else "sources changed"
         elif everything:
             reason = "asked for"
         if reason:
@@ -403,8 +489,8 @@ def status(root: Path) -> list[dict[str, Any]]:
     Returns
     -------
     list of dict
-        ``{"path", "record", "state"}``, the state being ``fresh``, ``stale`` (the notebook's code or a module that it reaches has
-        changed since) or ``orphan`` (the notebook or the benchmark is gone).
+        ``{"path", "record", "state"}``, the state being ``fresh``, ``stale`` (the notebook's code, a module that it reaches, or a
+        record that the run has gathered has changed since) or ``orphan`` (the notebook or the benchmark is gone).
     """
     found = []
     current: dict[tuple[str, str], str] = {}
@@ -417,7 +503,9 @@ def status(root: Path) -> list[dict[str, Any]]:
         else:
             if key not in current:
                 current[key] = sources(notebook, root, run)
-            state = "fresh" if current[key] == record["provenance"]["sources"] else "stale"
+            names = record["parameters"].get(profiles.GATHER, [])
+            gathered = [path.parents[1] / f"{gather.full_name(notebook, name)}.json" for name in names]
+            state = "fresh" if _with_gathered(current[key], gathered) == record["provenance"]["sources"] else "stale"
         found.append({"path": path.relative_to(root).as_posix(), "record": record, "state": state})
     return found
 
@@ -461,6 +549,7 @@ def _parser() -> argparse.ArgumentParser:
     def selecting(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--profile", default="tiny", help="a name from profiles/ (default: tiny)")
         sub.add_argument("--only", default="", metavar="PATTERNS", help="notebook or notebook/run, with * and ?; several by comma")
+        sub.add_argument("--missing", action="store_true", help="of these, only runs that have no committed record yet")
 
     def with_runs(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--out", type=Path, default=None, help=f"folder of fresh runs (default: ROOT/{RUNS})")
@@ -488,7 +577,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _selected(options: argparse.Namespace) -> list[Run]:
-    return profiles.load(options.profile, options.root).select(options.only)
+    """The runs that the options choose, those that gather others behind them."""
+    selected = sorted(profiles.load(options.profile, options.root).select(options.only), key=lambda run: run.depth)
+    return missing(selected, options.root) if options.missing else selected
 
 
 def _out(options: argparse.Namespace) -> Path:
@@ -511,7 +602,11 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    report = compare(_selected(options), options.root, _out(options))
+    selected = _selected(options)
+    if not selected:
+        print("nothing is missing: every run has a committed record")
+        return 0
+    report = compare(selected, options.root, _out(options))
     records.write_text(options.root / REPORT, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     print(as_table(report))
     failed = [entry for entry in report["runs"] if entry["problems"]]

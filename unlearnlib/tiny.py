@@ -1,17 +1,14 @@
-"""A tiny model that the project trains itself, in seconds, to recite the bundled facts; cached."""
+"""Tiny models that the project trains itself, in seconds, to know some answers by heart; cached."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
-
-from filelock import FileLock
+from collections.abc import Sequence
+from pathlib import Path
 
 from . import models
 from .examples import encode
 from .facts import bundled_facts
-from .grom.edit import new_folder
 from .training import train
 
 VOCAB_SIZE = 1024
@@ -24,33 +21,56 @@ def reciter(family: str = "llama", seed: int = 0):
 
     Parameters
     ----------
-    family : {"llama", "qwen2", "gpt2", "gpt_neox"}
-    seed : int
-        Of the initialisation and of the order of training.
+    family, seed
+        As of :func:`scholar`.
 
     Returns
     -------
     model : transformers.PreTrainedModel
-        float32, tied head.
     tokenizer : transformers.PreTrainedTokenizerFast
-        A byte-level BPE of 1,024 tokens made from the facts, without a chat template.
     """
     facts = bundled_facts()
-    recipe = [family, seed, VOCAB_SIZE, SIZES, STEPS, LEARNING_RATE, BATCH_SIZE, facts]
-    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
-    folder = models.cache_dir() / f"reciter-{family}-{seed}-{digest}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_suffix(".lock")):
-        if not folder.is_dir():
-            print(f"training a tiny {family} on {len(facts)} facts (once) …", file=sys.stderr, flush=True)
-            tokenizer = make_tokenizer([f"{fact[field]} {fact['answer']}" for fact in facts for field in ("question", "paraphrase")])
-            model = models.build(family, vocab_size=VOCAB_SIZE, seed=seed, **SIZES)
-            phrasings = [fact | {"question": fact[field]} for fact in facts for field in ("question", "paraphrase")]
-            train(model, encode(tokenizer, phrasings), steps=STEPS, lr=LEARNING_RATE, batch_size=BATCH_SIZE, seed=seed, progress=True)
-            with new_folder(folder) as scratch:
-                model.save_pretrained(scratch)
-                tokenizer.save_pretrained(scratch)
-    return models.load(str(folder))
+    phrasings = [fact | {"question": fact[field]} for fact in facts for field in ("question", "paraphrase")]
+    return models.load(str(scholar("reciter", phrasings, family=family, seed=seed)))
+
+
+def scholar(
+    name: str, items: Sequence[dict], texts: Sequence[str] = (), *, family: str = "llama", seed: int = 0, steps: int = STEPS
+) -> Path:
+    """The folder of a model of about a million parameters that has learned some answers by heart; trained once.
+
+    Parameters
+    ----------
+    name : str
+        Begins the name of its folder in the cache.
+    items : sequence of dict
+        With the text fields ``question`` and ``answer``.
+    texts : sequence of str
+        What the tokenizer is made from, besides the items.
+    family : {"llama", "qwen2", "gpt2", "gpt_neox"}
+    seed : int
+        Of the initialisation and of the order of training.
+    steps : int
+        Of training.
+
+    Returns
+    -------
+    Path
+        What :func:`~unlearnlib.models.load` reads: a float32 model with a tied head, and a byte-level BPE tokenizer of 1,024 tokens
+        without a chat template.
+    """
+    pairs = [f"{item['question']} {item['answer']}" for item in items]
+
+    def make(checkpoint):
+        print(f"training a tiny {family} on {len(items)} answers (once) …", file=sys.stderr, flush=True)
+        tokenizer = make_tokenizer([*pairs, *texts])
+        model = models.build(family, vocab_size=VOCAB_SIZE, seed=seed, **SIZES)
+        options = {"steps": steps, "lr": LEARNING_RATE, "batch_size": BATCH_SIZE, "seed": seed, "checkpoint": checkpoint}
+        train(model, encode(tokenizer, items), progress=True, **options)
+        return model, tokenizer
+
+    recipe = [family, seed, VOCAB_SIZE, SIZES, steps, LEARNING_RATE, BATCH_SIZE, pairs, list(texts)]
+    return models.cached(f"{name}-{family}-{seed}", recipe, make)
 
 
 def make_tokenizer(texts: list[str], vocab_size: int = VOCAB_SIZE):

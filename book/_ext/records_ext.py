@@ -5,6 +5,7 @@ colon, and a cell of a table of values is ``rows[2].p``.
 
 - role ``result``: one value, ``{result}`grom_audit/default:max_refit_gap:.1e```. The number links to where it comes from.
 - directive ``result-table``: a table of values as a table, or the tables of several records side by side.
+- directive ``comparison-table``: methods as rows, the paper's numbers and those of several profiles as groups of columns.
 - directive ``record-values``: everything that some records hold.
 - directive ``provenance``: where records come from, whether their sources have changed since, what makes them again.
 
@@ -24,7 +25,7 @@ from sphinx.application import Sphinx
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
-from unlearnlib import profiles, records, runs
+from unlearnlib import profiles, published, records, runs
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +148,15 @@ class RecordDirective(SphinxDirective):
         self.env.note_dependency(str(reference.path(self.root)))
         return reference
 
+    def awaited(self, reference: Reference) -> bool:
+        """Whether a profile lists the run but nobody has committed its record yet: its cells stay empty."""
+        if reference.path(self.root).is_file() or reference.record.startswith(("tiny/", "bench/")):
+            return False
+        profile = reference.record.partition("/")[0]
+        if profile not in profiles.names(self.root):
+            return False
+        return reference.record in [str(run) for run in profiles.load(profile, self.root).runs]
+
     def warn(self, message: object) -> list[nodes.Node]:
         logger.warning("%s: %s", self.name, message, location=self.get_location())
         return []
@@ -233,7 +243,7 @@ class ResultTable(RecordDirective):
             name, colon, text = line.partition(":")
             if not colon:
                 raise Missing(f"{line!r} isn't of the form `label: reference`")
-            rows = [] if self._awaited(parse(text)) else self._rows(text)
+            rows = [] if self.awaited(parse(text)) else self._rows(text)
             if any(key not in row for row in rows):
                 raise Missing(f"{text.strip()} has no column {key!r}")
             sources[name.strip()] = {row[key]: row for row in rows}
@@ -255,14 +265,139 @@ class ResultTable(RecordDirective):
         ]
         return self.table(head, body, 1 + len(columns) * len(sources), self.options.get("caption", ""))
 
-    def _awaited(self, reference: Reference) -> bool:
-        """Whether a profile lists the run but nobody has committed its record yet: its cells stay empty."""
-        if reference.path(self.root).is_file() or reference.record.startswith(("tiny/", "bench/")):
-            return False
-        profile = reference.record.partition("/")[0]
-        if profile not in profiles.names(self.root):
-            return False
-        return reference.record in [str(run) for run in profiles.load(profile, self.root).runs]
+
+class Measure(NamedTuple):
+    """A column of a comparison: its heading, the key of the published column, and how to make it of a record's row; either may be ""."""
+
+    heading: str
+    published: str
+    record: str
+    complement: bool = False
+    divisor: float = 1.0
+    format: str = ""
+
+    def of(self, row: dict[str, Any]) -> Any:
+        """The value of a record's row, as ``1 - column`` or ``column / number`` if the page asks for that."""
+        value = row.get(self.record)
+        if value is None or not (self.complement or self.divisor != 1):
+            return value
+        if isinstance(value, (str, bool)):
+            raise Missing(f"{self.record} is {value!r}, which is no number to calculate with")
+        return 1 - value if self.complement else value / self.divisor
+
+
+def measure(line: str) -> Measure:
+    """Take ``heading: published = record | format`` apart; ``record`` is ``column``, ``1 - column`` or ``column / number``."""
+    fits = re.fullmatch(r"(.+?): +(\w*) *= *(?:(1 - )?([a-z]\w*)(?: */ *(\d+(?:\.\d+)?))?)? *(?:\| *(\S+))?", line.strip())
+    heading, key, complement, column, divisor, format_ = fits.groups(default="") if fits else [""] * 6
+    if not (key or column) or (complement and divisor) or (divisor and not float(divisor)):
+        raise Missing(
+            f"{line!r} isn't of the form `heading: published = column`; either side of the = may be left out, and instead of the "
+            "column there may be `1 - column` or `column / number`, and behind it `| format`"
+        )
+    return Measure(heading, key, column, bool(complement), float(divisor or 1), format_)
+
+
+class Group(NamedTuple):
+    """The columns of a comparison that come from one place: their headings, the cells by method, and where that place is."""
+
+    name: str
+    headings: list[str]
+    cells: dict[str, list[str]]
+    origin: list[nodes.Node]
+
+
+class ComparisonTable(RecordDirective):
+    """Methods as rows, and as groups of columns the paper's table and the tables that a run of the same name has in several profiles.
+
+    The argument is ``notebook/run``, with ``:value`` if the table isn't called rows. Each line of the body is a column, see
+    :func:`measure`, and left out of a group that has nothing for it. What the paper doesn't give stays empty, and so does what is awaited.
+    """
+
+    required_arguments = 1
+    final_argument_whitespace = True
+    has_content = True
+    option_spec = {  # noqa: RUF012
+        "published": directives.unchanged,
+        "profiles": split,
+        "methods": split,
+        "caption": directives.unchanged,
+        "name": directives.unchanged,
+    }
+
+    def run(self) -> list[nodes.Node]:
+        try:
+            measures = [measure(line) for line in self.content if line.strip()]
+            table = published.table(self.options["published"]) if "published" in self.options else None
+            if table:
+                measures = [m._replace(format=m.format or table.formats.get(m.published, "")) for m in measures]
+            elif any(m.published for m in measures):
+                raise Missing("published columns need the option :published:, the name of their table")
+            groups = [self._published(table, measures)] if table else []
+            groups += [self._recorded(profile, measures) for profile in self.options.get("profiles", [])]
+            if not all(group.headings for group in groups) or not groups:
+                raise Missing("there must be :published: or :profiles:, and in the body a column for each, `heading: published = column`")
+            shown = self._table(groups)
+        except (Missing, ValueError) as error:
+            return self.warn(error)
+        self.add_name(shown)
+        origins = nodes.paragraph()
+        for group in groups:
+            origins += [nodes.Text(f"{'; ' if len(origins) else ''}{group.name}: "), *group.origin]
+        return [shown, origins]
+
+    def _published(self, table: published.Table, measures: list[Measure]) -> Group:
+        chosen = [m for m in measures if m.published]
+        cells = {method: [show(table.value(method, m.published), m.format) for m in chosen] for method in table.rows}
+        origin = self.inline(f"{table.title}, {{cite}}`{published.source()[1]}`")
+        return Group("paper", [m.heading for m in chosen], cells, origin)
+
+    def _recorded(self, profile: str, measures: list[Measure]) -> Group:
+        reference = self.depend(parse(f"{profile}/{self.arguments[0]}"))
+        chosen = [m for m in measures if m.record]
+        name = nodes.literal("", reference.record)
+        if self.awaited(reference):
+            return Group(profile, [m.heading for m in chosen], {}, [name, nodes.Text(" (not computed yet)")])
+        rows = by_method(reference._replace(value=reference.value or "rows"), chosen, self.root)
+        cells = {method: [show(m.of(row), m.format) for m in chosen] for method, row in rows.items()}
+        return Group(profile, [m.heading for m in chosen], cells, [link(reference.record, name, self.env.docname)])
+
+    def _table(self, groups: list[Group]) -> nodes.table:
+        present = {method for group in groups for method in group.cells}
+        methods = self.options.get("methods") or [
+            *(method for method in published.NAMES if method in present),
+            *sorted(present - published.NAMES.keys()),
+        ]
+        unknown = [method for method in methods if method not in present and method not in published.NAMES]
+        if unknown:
+            raise Missing(f"there is no method {', '.join(unknown)}; there are {', '.join(sorted(present))}")
+        head = [
+            [self.entry("method", morerows=1), *(self.entry(group.name, morecols=len(group.headings) - 1) for group in groups)],
+            [self.entry(self.inline(text)) for group in groups for text in group.headings],
+        ]
+        body = [
+            [
+                self.entry(published.NAMES.get(method, method)),
+                *(self.entry(text) for group in groups for text in group.cells.get(method, [""] * len(group.headings))),
+            ]
+            for method in methods
+        ]
+        return self.table(head, body, 1 + sum(len(group.headings) for group in groups), self.options.get("caption", ""))
+
+
+def by_method(reference: Reference, measures: list[Measure], root: Path) -> dict[str, dict[str, Any]]:
+    """The rows of a record's table by their column ``method``; each measure's column must be there."""
+    rows = look_up(reference, root)
+    if not isinstance(rows, list) or not all("method" in row for row in rows):
+        raise Missing(f"{reference.record}:{reference.value} is not a table with the column 'method'")
+    known = dict.fromkeys(name for row in rows for name in row)
+    unknown = [m.record for m in measures if m.record not in known]
+    if unknown:
+        raise Missing(f"{reference.record}:{reference.value} has no column {', '.join(unknown)}; it has {', '.join(known)}")
+    found = {row["method"]: row for row in rows}
+    if len(found) < len(rows):
+        raise Missing(f"{reference.record}:{reference.value} has several rows of one method")
+    return found
 
 
 class RecordValues(RecordDirective):
@@ -400,6 +535,7 @@ def _command(record: dict[str, Any]) -> str:
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_role("result", ResultRole())
     app.add_directive("result-table", ResultTable)
+    app.add_directive("comparison-table", ComparisonTable)
     app.add_directive("record-values", RecordValues)
     app.add_directive("provenance", Provenance)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -25,14 +26,14 @@ class Trial:
 
     Attributes
     ----------
-    settings : FitSettings
+    settings : FitSettings, or another method's settings
     forgetting : float
         1 − mean probability of the stand-in request's answers after the edit, relative to before; in [0, 1].
     preservation : float
         Mean probability of held-out retain answers after the edit, relative to before; in [0, 1].
     """
 
-    settings: FitSettings
+    settings: Any
     forgetting: float
     preservation: float
 
@@ -106,16 +107,27 @@ def try_all(data: FitData, validation: Sequence[Example], settings: Sequence[Fit
     for one in tqdm(settings, desc="candidates", disable=not data.progress, leave=False):
         with fit(one).applied(model):
             after = measure()
-        ratios = [(a / b).clamp(0, 1).item() for a, b in zip(after, before, strict=True)]
-        trials.append(Trial(one, 1 - ratios[0], ratios[1]))
+        trials.append(weigh(one, before, after))
     return trials
+
+
+def weigh(settings: Any, before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> Trial:
+    """A trial from the mean probabilities of the stand-in request's answers and of the held-out retain answers, before and after."""
+    forgotten, preserved = ((a / b).clamp(0, 1).item() for a, b in zip(after, before, strict=True))
+    return Trial(settings, 1 - forgotten, preserved)
 
 
 def best(trials: Sequence[Trial]) -> Trial:
     """The trial with the highest score, or a weaker one of the same place that is as good within :data:`MILDNESS`."""
     top = max(trials, key=lambda trial: trial.score)
-    near = [trial for trial in trials if trial.settings.layers == top.settings.layers and trial.score >= top.score - MILDNESS]
-    return min(near, key=lambda trial: trial.settings.strength)
+    same_place = [trial for trial in trials if trial.settings.layers == top.settings.layers]
+    return mildest(sorted(same_place, key=lambda trial: trial.settings.strength))
+
+
+def mildest(trials: Sequence[Trial]) -> Trial:
+    """Of trials that are listed mildest first, the first one whose score is the highest, or lower by no more than :data:`MILDNESS`."""
+    top = max(trial.score for trial in trials)
+    return next(trial for trial in trials if trial.score >= top - MILDNESS)
 
 
 def split_retain(retain: Sequence[Example], forget_size: int, seed: int) -> tuple[list[int], list[int], list[int]]:
