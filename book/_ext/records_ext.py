@@ -225,9 +225,12 @@ class ResultTable(RecordDirective):
             raise Missing(f"{len(columns)} columns, but {len(headers)} headers and {len(formats)} formats")
         return columns, headers, formats
 
-    def _single(self) -> nodes.table:
+    def _single(self) -> nodes.Element:
         if not self.arguments:
             raise Missing("name a table of values, or several in the body")
+        reference = parse(self.arguments[0])
+        if self.awaited(reference):
+            return nodes.paragraph("", "", nodes.literal("", reference.record), nodes.Text(" is not computed yet."))
         rows = self._rows(self.arguments[0])
         columns, headers, formats = self._columns(rows)
         head = [[self.entry(self.inline(text)) for text in headers]]
