@@ -302,19 +302,24 @@ def measure(line: str) -> Measure:
 
 
 class Group(NamedTuple):
-    """The columns of a comparison that come from one place: their headings, the cells by method, and where that place is."""
+    """The columns of a comparison that come from one place: their headings, the cells by method, and where that place is.
+
+    One that is awaited has no columns yet.
+    """
 
     name: str
     headings: list[str]
     cells: dict[str, list[str]]
     origin: list[nodes.Node]
+    awaited: bool = False
 
 
 class ComparisonTable(RecordDirective):
     """Methods as rows, and as groups of columns the paper's table and the tables that a run of the same name has in several profiles.
 
     The argument is ``notebook/run``, with ``:value`` if the table isn't called rows. Each line of the body is a column, see
-    :func:`measure`, and left out of a group that has nothing for it. What the paper doesn't give stays empty, and so does what is awaited.
+    :func:`measure`, and left out of a group that has nothing for it. What the paper doesn't give stays empty; a
+    record that is awaited has no columns, and is named beneath.
     """
 
     required_arguments = 1
@@ -338,9 +343,10 @@ class ComparisonTable(RecordDirective):
                 raise Missing("published columns need the option :published:, the name of their table")
             groups = [self._published(table, measures)] if table else []
             groups += [self._recorded(profile, measures) for profile in self.options.get("profiles", [])]
-            if not all(group.headings for group in groups) or not groups:
+            if not all(group.headings or group.awaited for group in groups) or not groups or not measures:
                 raise Missing("there must be :published: or :profiles:, and in the body a column for each, `heading: published = column`")
-            shown = self._table(groups)
+            there = [group for group in groups if not group.awaited]
+            shown = self._table(there) if there else nodes.paragraph()
         except (Missing, ValueError) as error:
             return self.warn(error)
         self.add_name(shown)
@@ -360,7 +366,7 @@ class ComparisonTable(RecordDirective):
         chosen = [m for m in measures if m.record]
         name = nodes.literal("", reference.record)
         if self.awaited(reference):
-            return Group(profile, [m.heading for m in chosen], {}, [name, nodes.Text(" (not computed yet)")])
+            return Group(profile, [], {}, [name, nodes.Text(" (not computed yet)")], awaited=True)
         rows = by_method(reference._replace(value=reference.value or "rows"), chosen, self.root)
         cells = {method: [show(m.of(row), m.format) for m in chosen] for method, row in rows.items()}
         return Group(profile, [m.heading for m in chosen], cells, [link(reference.record, name, self.env.docname)])
