@@ -203,7 +203,8 @@ def check_papermill(arguments):
     source, _, *options = arguments
     source = ROOT / source
     assert source.parent == ROOT / "book" / "executed" and source.with_suffix(".ipynb").is_file()
-    defaults = profiles.notebook_parameters(ROOT / "notebooks" / f"{source.stem}.md")
+    # A run that isn't called default has its name behind the notebook's.
+    defaults = profiles.notebook_parameters(ROOT / "notebooks" / f"{source.stem.partition('-')[0]}.md")
     while options:
         flag = options.pop(0)
         if flag == "-p":
