@@ -137,14 +137,14 @@ def test_every_method_has_its_turn(study, monkeypatch):
 
 
 def test_parts_of_an_edit_add_up_and_nothing_stays_behind(study, snapshot):
-    model, calls = study.full[0], (methods.encode, RidgeFitter.solve, RidgeFitter.update_forget, RidgeFitter.update_retain, Edit.apply)
+    model, calls = study.full[0], (methods.as_examples, RidgeFitter.solve, RidgeFitter.update_forget, RidgeFitter.update_retain, Edit.apply)
     before = snapshot(model)
     for name in ("grom", "grom_head", "grom_both"):
         parts = tofu_speed.study_parts(study, name, repetitions=1)
         assert list(parts) == ["encode", "keys", "moments", "solve", "apply"]
         assert min(parts.values()) > 0
     assert snapshot(model) == before
-    assert calls == (methods.encode, RidgeFitter.solve, RidgeFitter.update_forget, RidgeFitter.update_retain, Edit.apply)
+    assert calls == (methods.as_examples, RidgeFitter.solve, RidgeFitter.update_forget, RidgeFitter.update_retain, Edit.apply)
     with pytest.raises(ValueError, match="npo is no closed-form edit"):
         tofu_speed.study_parts(study, "npo")
 

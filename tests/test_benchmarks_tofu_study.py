@@ -679,3 +679,48 @@ def test_a_tiny_base_learns_the_language_from_others(data, monkeypatch, tmp_path
     assert asked >= {row["question"] for row in data.real_authors + data.world_facts}
     assert not asked & {row["question"] for row in data.full + data.holdout}
     assert len(asked) > 200
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# In bfloat16, and as the common implementation does
+
+
+def test_bfloat16_reaches_everything_that_trains_and_scores(data):
+    made = make_study(data, "some-model", autocast=True)
+    assert made.tuning.autocast and made.how.autocast
+    plain = make_study(data, "some-model")
+    assert not plain.tuning.autocast and not plain.how.autocast
+
+
+def test_bfloat16_changes_scores_by_its_rounding(study, data):
+    model, tokenizer = study.full
+    exact, rounded = (evaluate(model, tokenizer, data, replace(study.how, autocast=autocast)) for autocast in (False, True))
+    for measure in ("prob", "min_k"):
+        assert rounded["forget"][measure] == pytest.approx(exact["forget"][measure], rel=0.1)
+        assert rounded["forget"][measure] != exact["forget"][measure]
+
+
+def test_the_rounding_is_measured_before_unlearning(study):
+    assert 0 < study.rounding() < 0.1
+
+
+def test_gradient_methods_train_in_the_type_of_fine_tuning(study):
+    settings = replace(study, tuning=replace(study.tuning, autocast=True)).candidates("npo")
+    assert all(each.autocast for each in settings)
+    assert not any(each.autocast for each in study.candidates("npo"))
+
+
+def test_the_common_scores_stand_beside_ours(study, monkeypatch):
+    asked = []
+
+    def spy(model, tokenizer, data, how, **options):
+        asked.append(how)
+        return evaluate(model, tokenizer, data, replace(how, compat=False), **options)
+
+    study.scores("full")
+    monkeypatch.setattr(tofu_study, "evaluate", spy)
+    rows = study.deviation()
+    assert [how.compat for how in asked] == [True]
+    assert [row["measure"] for row in rows] == list(tofu_study.DEVIATING)
+    # The spy scored as ours: the two columns are then the same.
+    assert all(row["ours"] == pytest.approx(row["compat"]) for row in rows)

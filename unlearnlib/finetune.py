@@ -37,6 +37,8 @@ class FineTuning:
         See :func:`~unlearnlib.examples.encode`.
     lora_rank : int
         Rank of LoRA adapters on all linear layers, merged at the end; 0 trains all parameters.
+    autocast : bool
+        Whether to compute passes in bfloat16, which halves the time or better where the processor has instructions for it.
     """
 
     epochs: int = 5
@@ -47,6 +49,7 @@ class FineTuning:
     template: str = "auto"
     system: str | None = None
     lora_rank: int = 0
+    autocast: bool = False
 
     def __post_init__(self):
         for name in ("epochs", "batch_size"):
@@ -99,7 +102,7 @@ def finetuned(
         steps = settings.epochs * math.ceil(len(examples) / settings.batch_size)
         if progress:
             print(f"fine-tuning {base} on {len(examples)} answers, {steps} steps (once) …", file=sys.stderr, flush=True)
-        options = {"lr": settings.lr, "batch_size": settings.batch_size, "weight_decay": settings.weight_decay, "seed": settings.seed}
+        options = {name: getattr(settings, name) for name in ("lr", "batch_size", "weight_decay", "seed", "autocast")}
         with lora(model, settings.lora_rank, settings.seed) as trainable:
             train(trainable, examples, steps=steps, by_length=True, checkpoint=checkpoint, progress=progress, **options)
         return model, tokenizer

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from torch import nn
 
 from . import baselines
-from .examples import encode
+from .corpora import as_examples
+from .examples import Example
 from .grom import Edit, FitData, FitSettings
 
 
 @dataclass(frozen=True)
 class GromSettings:
-    """Settings of a GROM edit of questions and answers.
+    """Settings of a GROM edit of questions and answers, or of texts.
 
     Attributes
     ----------
@@ -31,17 +32,23 @@ class GromSettings:
 
 
 def grom(
-    model: nn.Module, tokenizer, forget: Sequence[dict], retain: Sequence[dict], settings: GromSettings, *, progress: bool = False
+    model: nn.Module,
+    tokenizer,
+    forget: Sequence[dict | Example],
+    retain: Sequence[dict | Example],
+    settings: GromSettings,
+    *,
+    progress: bool = False,
 ) -> Edit:
-    """Fit a GROM edit on whole answers, teacher-forced.
+    """Fit a GROM edit on whole answers, or on every token of texts, teacher-forced.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
         Left as it was.
     tokenizer : transformers.PreTrainedTokenizerBase
-    forget, retain : sequence of dict
-        With the text fields ``question`` and ``answer``.
+    forget, retain : sequence of dict or Example
+        With the text fields ``question`` and ``answer``, or :func:`~unlearnlib.corpora.windows` of text.
     settings : GromSettings
     progress : bool
 
@@ -50,7 +57,7 @@ def grom(
     Edit
     """
     encoding = {"template": settings.template, "system": settings.system}
-    sets = (encode(tokenizer, rows, **encoding) for rows in (forget, retain))
+    sets = (as_examples(tokenizer, rows, **encoding) for rows in (forget, retain))
     return FitData(model, *sets, progress=progress).fit(settings.fit)
 
 

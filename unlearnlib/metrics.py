@@ -44,6 +44,11 @@ def answer_probability(
     return (total / count).exp()
 
 
+def bfloat16(model: nn.Module, enabled: bool = True) -> torch.autocast:
+    """A context in which a model computes matrix products in bfloat16; its weights keep their type."""
+    return torch.autocast(next(model.parameters()).device.type, dtype=torch.bfloat16, enabled=enabled)
+
+
 def answer_log_probs(model: nn.Module, batch: Batch) -> Tensor:
     """Log-probability of each gold token of a batch, shape (gold,), float32 or wider."""
     return answer_logits(model, batch).log_softmax(-1).gather(1, batch.gold[:, None]).squeeze(1)

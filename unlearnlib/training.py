@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from .examples import Example, batches
-from .metrics import answer_log_probs
+from .metrics import answer_log_probs, bfloat16
 
 CHECKPOINT_SECONDS = 120.0
 """A checkpoint is written when the last one is older than this."""
@@ -29,6 +29,7 @@ def train(
     weight_decay: float = 0.01,
     seed: int = 0,
     by_length: bool = False,
+    autocast: bool = False,
     checkpoint: str | os.PathLike | None = None,
     progress: bool = False,
 ) -> list[float]:
@@ -50,6 +51,8 @@ def train(
         Of the order.
     by_length : bool
         Whether to batch examples of similar length, see :func:`draw_batches`.
+    autocast : bool
+        Whether to compute passes in bfloat16, see :func:`~unlearnlib.metrics.bfloat16`; weights and optimiser keep their type.
     checkpoint : path, optional
         See :func:`optimise`.
     progress : bool
@@ -72,7 +75,10 @@ def train(
     def loss(step: int) -> Iterable[Tensor]:
         members = [examples[i] for i in drawn[step]]
         (batch,) = batches(members, batch_size=len(members), device=next(model.parameters()).device)
-        yield -answer_log_probs(model, batch).mean()
+        # Entered anew each time: autocast would otherwise go on with its copies of weights that have moved since.
+        with bfloat16(model, autocast):
+            log_probs = answer_log_probs(model, batch)
+        yield -log_probs.mean()
 
     return optimise(model, loss, steps=steps, lr=lr, weight_decay=weight_decay, checkpoint=checkpoint, progress=progress)
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from ..corpora import as_examples
 from ..examples import Example, batches, check_text, encode, encode_question
 from ..lora import lora
-from ..metrics import answer_log_probs, contains_answer
+from ..metrics import answer_log_probs, bfloat16, contains_answer
 from ..training import draw_batches, optimise
 from . import losses
 
@@ -165,8 +166,8 @@ class GradientSettings:
 def unlearn(
     model: nn.Module,
     tokenizer,
-    forget: Sequence[dict],
-    retain: Sequence[dict],
+    forget: Sequence[dict | Example],
+    retain: Sequence[dict | Example],
     settings: GradientSettings,
     *,
     refusals: Sequence[str] = REFUSALS,
@@ -175,15 +176,17 @@ def unlearn(
     checkpoint: str | os.PathLike | None = None,
     method: str | None = None,
 ) -> nn.Module:
-    """Unlearn answers by training a copy of a model.
+    """Unlearn answers, or texts, by training a copy of a model.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
         Left as it was; also the reference model of NPO, IdkDPO and AltPO.
     tokenizer : transformers.PreTrainedTokenizerBase
-    forget, retain : sequence of dict
-        With the text fields ``question`` and ``answer``; `retain` may be empty where there is no retain term.
+    forget, retain : sequence of dict or Example
+        With the text fields ``question`` and ``answer``; `retain` may be empty where there is no retain term. Either set may hold
+        Examples instead, such as :func:`~unlearnlib.corpora.windows` of text, whatever the template; but IdkDPO and AltPO, which prefer
+        other answers to the same questions, need questions to forget.
     settings : GradientSettings
     refusals : sequence of str
         What IdkDPO prefers: for each forget row, as many of them as there are epochs, or all, drawn without replacement. Other methods
@@ -205,7 +208,8 @@ def unlearn(
     Raises
     ------
     ValueError
-        Before any training, if a set is empty, a field is missing, the sets share a row, or the settings are for another method.
+        Before any training, if a set is empty, a field is missing, the sets share a row, the settings are for another method, or the
+        method needs questions and is given Examples.
     FloatingPointError
         If the loss is no longer finite.
     RuntimeError
@@ -255,7 +259,7 @@ class Objective:
     model : transformers.PreTrainedModel
         Before unlearning, in evaluation mode: the reference.
     tokenizer : transformers.PreTrainedTokenizerBase
-    forget, retain : sequence of dict
+    forget, retain : sequence of dict or Example
     settings : GradientSettings
     winners : sequence of sequences of str
         For each forget row the answers to prefer, of IdkDPO and AltPO.
@@ -271,8 +275,8 @@ class Objective:
         self,
         model: nn.Module,
         tokenizer,
-        forget: Sequence[dict],
-        retain: Sequence[dict],
+        forget: Sequence[dict | Example],
+        retain: Sequence[dict | Example],
         settings: GradientSettings,
         winners: Sequence[Sequence[str]] = (),
         *,
@@ -280,12 +284,12 @@ class Objective:
     ):
         encoding = {"template": settings.template, "system": settings.system}
         self.settings = settings
-        self.forget = encode(tokenizer, forget, **encoding)
+        self.forget = as_examples(tokenizer, forget, **encoding)
         self.steps = settings.epochs * math.ceil(len(self.forget) / settings.batch_size)
         self.drawn = draw_batches(len(self.forget), settings.batch_size, self.steps, settings.seed)
         self.retain: list[Example] = []
         if settings.retains:
-            self.retain = encode(tokenizer, retain, **encoding)
+            self.retain = as_examples(tokenizer, retain, **encoding)
             size = min(settings.batch_size, len(self.forget))
             self.drawn_retain = draw_batches(len(self.retain), size, self.steps, settings.seed + 1)
         rows = zip(forget, winners, strict=True) if winners else ()
@@ -328,10 +332,9 @@ class Objective:
 
     def _log_probs(self, model: nn.Module, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
         """Log-probability of each whole answer, and its number of tokens, both of shape (examples,)."""
-        device = next(model.parameters()).device
-        (batch,) = batches(examples, batch_size=len(examples), device=device)
+        (batch,) = batches(examples, batch_size=len(examples), device=next(model.parameters()).device)
         # Entered anew each time: autocast would otherwise go on with its copies of weights that have moved since.
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.settings.autocast):
+        with bfloat16(model, self.settings.autocast):
             scores = answer_log_probs(model, batch)
         log_probs = scores.new_zeros(len(examples)).index_add(0, batch.example, scores)
         return log_probs, torch.bincount(batch.example, minlength=len(examples))
@@ -510,19 +513,26 @@ def _check_preferred(preferred: Sequence[Sequence[str]], rows: int) -> Sequence[
     return preferred
 
 
-def _check_sets(forget: Sequence[dict], retain: Sequence[dict], settings: GradientSettings) -> None:
+def _check_sets(forget: Sequence[dict | Example], retain: Sequence[dict | Example], settings: GradientSettings) -> None:
     if not forget:
         raise ValueError("the forget set is empty")
     if not retain and settings.retains:
         raise ValueError(f"the retain set is empty, but {settings.method} has a retain term (of weight {settings.retain_weight})")
+    if settings.method in _HAVE_WINNERS and any(isinstance(item, Example) for item in forget):
+        raise ValueError(f"{settings.method} prefers other answers to the questions to forget, and has no use for token ids without any")
     for name, items in (("forget", forget), ("retain", retain)):
         for i, item in enumerate(items):
-            for field in ("question", "answer"):
+            for field in () if isinstance(item, Example) else ("question", "answer"):
                 check_text(item, field, f"{name}[{i}]")
-    known = {(item["question"], item["answer"]) for item in retain}
-    shared = [item["question"] for item in forget if (item["question"], item["answer"]) in known]
+    known = {_content(item) for item in retain}
+    shared = [item for item in forget if _content(item) in known]
     if shared:
-        raise ValueError(f"{len(shared)} of the {len(forget)} rows to forget are also to be retained, such as {shared[0]!r}")
+        such = shared[0].name if isinstance(shared[0], Example) else shared[0]["question"]
+        raise ValueError(f"{len(shared)} of the {len(forget)} rows to forget are also to be retained, such as {such!r}")
+
+
+def _content(item: dict | Example) -> tuple:
+    return (item.prompt, item.answer) if isinstance(item, Example) else (item["question"], item["answer"])
 
 
 def _chunks(items: Sequence, size: int | None) -> list[Sequence]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..examples import encode, encode_question
 from ..grom.anatomy import Anatomy
 from ..grom.choose import mildest
-from ..metrics import generate
+from ..metrics import bfloat16, generate
 from ..quantize import SCHEMES, Survival, block_weights, on_grid, quantized, update_survival
 from ..remembered import remembered
 from ..stats import bootstrap_interval
@@ -124,12 +124,14 @@ def say(model: nn.Module, tokenizer, rows: Sequence[dict], how: Evaluation, *, p
     if how.compat:
         raise ValueError("the quantisation study doesn't know the compat mode of the scores")
     encoding = {"template": how.template, "system": how.system}
-    given = teacher_forced(model, encode(tokenizer, rows, **encoding), batch_size=how.batch_size, progress=progress)
     prompts = [encode_question(tokenizer, row["question"], **encoding)[0] for row in rows]
     options = {"max_new_tokens": how.max_new_tokens, "batch_size": 2 * how.batch_size, "progress": progress}
+    with bfloat16(model, how.autocast):
+        given = teacher_forced(model, encode(tokenizer, rows, **encoding), batch_size=how.batch_size, progress=progress)
+        said = generate(model, tokenizer, prompts, **options)
     return {
         "prob": [answer.probability for answer in given],
-        "rouge_l": rouge_l(generate(model, tokenizer, prompts, **options), [row["answer"] for row in rows]),
+        "rouge_l": rouge_l(said, [row["answer"] for row in rows]),
         "extraction": [answer.extraction_strength for answer in given],
     }
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..examples import encode, encode_question
-from ..metrics import generate, repeated_ngram_rate
+from ..metrics import bfloat16, generate, repeated_ngram_rate
 from ..stats import bootstrap_interval
 from ..unlearning_metrics import (
     AnswerScores,
@@ -53,6 +53,8 @@ class Evaluation:
         See :func:`~unlearnlib.examples.encode`.
     compat : bool
         Whether to follow the common implementation where it deviates, see :data:`~unlearnlib.unlearning_metrics.DEVIATIONS`.
+    autocast : bool
+        Whether the model computes in bfloat16 (:func:`~unlearnlib.metrics.bfloat16`); scores are made of its logits in float32.
     """
 
     max_new_tokens: int = 200
@@ -60,6 +62,7 @@ class Evaluation:
     template: str = "auto"
     system: str | None = None
     compat: bool = False
+    autocast: bool = False
 
 
 def evaluate(model: nn.Module, tokenizer, data: Tofu, how: Evaluation, *, utility_only: bool = False, progress: bool = False) -> Scores:
@@ -104,8 +107,11 @@ class _Asking:
         options = {"batch_size": self.how.batch_size, "progress": self.progress}
         if self.how.compat:
             examples = compat_encode(self.tokenizer, items, system=self.how.system)
-            return teacher_forced(self.model, examples, compat=self.tokenizer, **options)
-        return teacher_forced(self.model, encode(self.tokenizer, items, template=self.how.template, system=self.how.system), **options)
+            options["compat"] = self.tokenizer
+        else:
+            examples = encode(self.tokenizer, items, template=self.how.template, system=self.how.system)
+        with bfloat16(self.model, self.how.autocast):
+            return teacher_forced(self.model, examples, **options)
 
     def wrong(self, rows: Sequence[dict]) -> list[list[float]]:
         """Losses of each row's wrong answers."""
@@ -121,10 +127,11 @@ class _Asking:
         options = {"max_new_tokens": self.how.max_new_tokens, "batch_size": 2 * self.how.batch_size, "progress": self.progress}
         if self.how.compat:
             prompts = [compat_prompt(self.tokenizer, row[question], system=self.how.system) for row in rows]
-            return compat_generate(self.model, self.tokenizer, prompts, **options)
-        encoding = {"template": self.how.template, "system": self.how.system}
-        prompts = [encode_question(self.tokenizer, row[question], **encoding)[0] for row in rows]
-        return generate(self.model, self.tokenizer, prompts, **options)
+        else:
+            encoding = {"template": self.how.template, "system": self.how.system}
+            prompts = [encode_question(self.tokenizer, row[question], **encoding)[0] for row in rows]
+        with bfloat16(self.model, self.how.autocast):
+            return (compat_generate if self.how.compat else generate)(self.model, self.tokenizer, prompts, **options)
 
 
 def _forget(ask: _Asking, rows: Sequence[dict]) -> dict[str, list[float]]:

@@ -20,18 +20,22 @@ from ..finetune import FineTuning, finetuned
 from ..grom import HEAD, Edit, FitData, FitSettings, attribution, select_band
 from ..grom.choose import Trial, weigh
 from ..methods import GROM, METHODS, GromSettings, outcome
-from ..metrics import answer_probability
+from ..metrics import answer_probability, bfloat16
 from ..remembered import code_hash, remembered
 from ..tiny import scholar
 from ..training import train
 from . import miniature
 from .tofu import SHARES, Tofu
-from .tofu_scores import Evaluation, Scores, evaluate
+from .tofu_scores import Evaluation, Scores, evaluate, table_row
 
 CODE = "import unlearnlib.benchmarks.tofu_study"
 
 LORA = "_lora"
 """A gradient method's name with this at its end is the method with LoRA adapters."""
+
+
+DEVIATING = ("prob", "rouge_l", "extraction", "memorization", "truth_ratio", "model_utility", "paraphrase_prob", "forget_auc")
+"""Measures of one model that are compared with the common implementation's."""
 
 
 @dataclass(frozen=True)
@@ -268,6 +272,7 @@ class Study:
         if method not in GROM:
             name = method.removesuffix(LORA)
             common = {"epochs": grid.epochs, "batch_size": grid.batch_size, "seed": self.tuning.seed, **self._encoding}
+            common["autocast"] = self.tuning.autocast
             common["lora_rank"] = grid.lora_rank if method.endswith(LORA) else 0
             return [replace(GradientSettings.defaults(name), lr=lr, **common) for lr in grid.learning_rates]
         common = {"retain_weight": grid.retain_weight, "ridge": grid.ridge, "batch_size": self.how.batch_size}
@@ -331,8 +336,7 @@ class Study:
         sets = [self._encode(rows) for rows in (self.rehearsal.forget, self.rehearsal.validation)]
 
         def measure(changed: nn.Module) -> list[torch.Tensor]:
-            options = {"batch_size": self.how.batch_size, "progress": self.progress}
-            return [answer_probability(changed, examples, **options).mean() for examples in sets]
+            return [self.probability(changed, examples) for examples in sets]
 
         before = measure(model)
         result = self.run(method, self.rehearsal.forget, self.rehearsal.retain, settings)
@@ -389,10 +393,46 @@ class Study:
         order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(self.tuning.seed)).tolist()
         shown, others = ([examples[i] for i in part] for part in (order[:rows], order[rows:]))
         attacked = copy.deepcopy(model)
-        probabilities = [answer_probability(attacked, others, batch_size=self.how.batch_size).mean().item()]
-        train(attacked, shown, steps=steps, lr=self.tuning.lr, batch_size=len(shown), seed=self.tuning.seed, progress=self.progress)
-        probabilities.append(answer_probability(attacked, others, batch_size=self.how.batch_size).mean().item())
-        return dict(zip(("before", "after"), probabilities, strict=True))
+        before = self.probability(attacked, others).item()
+        options = {"lr": self.tuning.lr, "seed": self.tuning.seed, "autocast": self.tuning.autocast, "progress": self.progress}
+        train(attacked, shown, steps=steps, batch_size=len(shown), **options)
+        return {"before": before, "after": self.probability(attacked, others).item()}
+
+    def deviation(self) -> list[dict]:
+        """Scores of ``full`` by our measures and by those of the common implementation, on the same rows.
+
+        Returns
+        -------
+        list of dict
+            ``measure``, ``ours``, ``compat`` of each measure that needs no second model.
+        """
+        how = replace(self.how, compat=True)
+
+        def compute() -> Scores:
+            return evaluate(*self.full, self.data, how, progress=self.progress)
+
+        ours = self.scores("full")["scores"]
+        theirs = remembered("tofu-compat", [*self._recipe(), asdict(how)], compute, CODE)
+        rows = [table_row(scores, scores, scores) for scores in (ours, theirs)]
+        return [{"measure": name, "ours": rows[0][name], "compat": rows[1][name]} for name in DEVIATING]
+
+    def rounding(self) -> float:
+        """By how much scoring in bfloat16 changes the probability of a forget row's answer at most, before unlearning."""
+
+        def compute() -> float:
+            how = {"batch_size": self.how.batch_size, "progress": self.progress}
+            found = []
+            for enabled in (False, True):
+                with bfloat16(self.full[0], enabled):
+                    found.append(answer_probability(self.full[0], self._encode(self.data.forget), **how))
+            return (found[1] - found[0]).abs().max().item()
+
+        return remembered("tofu-rounding", self._recipe(), compute, CODE)
+
+    def probability(self, model: nn.Module, examples: Sequence[Example]) -> torch.Tensor:
+        """Mean probability of answers, shape ()."""
+        with bfloat16(model, self.how.autocast):
+            return answer_probability(model, examples, batch_size=self.how.batch_size, progress=self.progress).mean()
 
     def _recipe(self) -> list:
         return [self.data.digest, self.folder("full"), asdict(self.tuning), str(self.dtype)]
@@ -420,6 +460,7 @@ def make_study(
     tuning: dict | None = None,
     grid: dict | None = None,
     dtype: str = "float32",
+    autocast: bool = False,
     **options,
 ) -> Study:
     """A study from a notebook's parameters.
@@ -438,6 +479,8 @@ def make_study(
         Fields of :class:`~unlearnlib.finetune.FineTuning` and of :class:`Grid`.
     dtype : str
         Name of a torch type.
+    autocast : bool
+        Whether models compute in bfloat16 while they are trained and scored; GROM's keys are collected in `dtype` all the same.
     **options
         Fields of :class:`Study`.
 
@@ -455,8 +498,8 @@ def make_study(
     return Study(
         data,
         base,
-        FineTuning(seed=seed, system=system, **(tuning or {})),
-        Evaluation(max_new_tokens, eval_batch_size, system=system),
+        FineTuning(seed=seed, system=system, autocast=autocast, **(tuning or {})),
+        Evaluation(max_new_tokens, eval_batch_size, system=system, autocast=autocast),
         Grid(**fields),
         dtype=getattr(torch, dtype),
         **options,

@@ -14,7 +14,6 @@ from tqdm.auto import tqdm
 from ..examples import Example, encode
 from ..grom import FitData, FitSettings, attribution, select_band
 from ..grom.choose import weigh
-from ..metrics import answer_probability
 from ..remembered import remembered
 from .tofu_study import Study
 
@@ -211,7 +210,7 @@ class TradeOff:
 
     def _measure(self, model: nn.Module) -> list[Tensor]:
         groups = (self._examples[name] for name in ("forget", "validation"))
-        return [answer_probability(model, group, batch_size=self.study.how.batch_size).mean() for group in groups]
+        return [self.study.probability(model, group) for group in groups]
 
 
 def averaged(rows: Sequence[Mapping], measure: str = "preservation") -> list[dict]:
