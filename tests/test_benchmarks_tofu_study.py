@@ -15,7 +15,7 @@ from unlearnlib.benchmarks import tofu, tofu_study, tofu_tables
 from unlearnlib.benchmarks.tofu import Tofu
 from unlearnlib.benchmarks.tofu_scores import Evaluation, evaluate, intervals, table_row, utility
 from unlearnlib.benchmarks.tofu_study import LORA, Grid, Study, make_study, rehearse
-from unlearnlib.benchmarks.tofu_tables import LEVEL, MODELS, SPREAD, Tables, claims, make_tables, spread
+from unlearnlib.benchmarks.tofu_tables import DEVIATING, LEVEL, MODELS, SPREAD, Tables, claims, deviation, make_tables, spread
 from unlearnlib.examples import encode
 from unlearnlib.finetune import FineTuning
 from unlearnlib.grom import HEAD
@@ -714,13 +714,14 @@ def test_the_common_scores_stand_beside_ours(study, monkeypatch):
     asked = []
 
     def spy(model, tokenizer, data, how, **options):
-        asked.append(how)
+        asked.append(how.compat)
         return evaluate(model, tokenizer, data, replace(how, compat=False), **options)
 
-    study.scores("full")
+    ours = [study.scores(which)["scores"] for which in ("full", "retain")]
     monkeypatch.setattr(tofu_study, "evaluate", spy)
-    rows = study.deviation()
-    assert [how.compat for how in asked] == [True]
-    assert [row["measure"] for row in rows] == list(tofu_study.DEVIATING)
-    # The spy scored as ours: the two columns are then the same.
-    assert all(row["ours"] == pytest.approx(row["compat"]) for row in rows)
+    rows = deviation(study)
+    assert asked == [True]
+    assert [row["measure"] for row in rows] == list(DEVIATING)
+    # The spy scored as ours: the two columns are then the same, and those of the table.
+    expected = table_row(ours[0], *ours)
+    assert all(row["ours"] == pytest.approx(row["compat"]) == expected[row["measure"]] for row in rows)

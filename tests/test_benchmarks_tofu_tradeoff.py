@@ -4,13 +4,11 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from unlearnlib import models
 from unlearnlib.benchmarks import tofu
 from unlearnlib.benchmarks.tofu_study import Grid, Study
-from unlearnlib.benchmarks.tofu_tradeoff import TradeOff, averaged, undominated
+from unlearnlib.benchmarks.tofu_tradeoff import TradeOff, averaged
 from unlearnlib.grom import FitData, FitSettings, attribution, select_band
 from unlearnlib.methods import GromSettings
 
@@ -182,24 +180,3 @@ def test_averages_by_hand():
         {"knob": "b", "value": 1, "preservation": 0.0, "low": 0.0, "high": 0.0},
     ]
     assert averaged(rows[:1], "other") == [{"knob": "a", "value": 1, "other": 1.0, "low": 1.0, "high": 1.0}]
-
-
-def test_undominated_by_hand():
-    points = {"a": (0.9, 0.1), "b": (0.5, 0.5), "c": (0.5, 0.4), "d": (0.1, 0.9), "e": (0.1, 0.9), "f": (0.0, 0.9)}
-    assert undominated(points) == ["d", "e", "b", "a"]
-    assert undominated({}) == []
-
-
-grid = st.integers(0, 4)
-
-
-@given(st.dictionaries(st.integers(), st.tuples(grid, grid), max_size=8))
-def test_undominated_by_definition(points):
-    kept = undominated(points)
-
-    def dominates(one, other):
-        return one != other and one[0] >= other[0] and one[1] >= other[1]
-
-    for name, point in points.items():
-        assert (name in kept) == (not any(dominates(other, point) for other in points.values()))
-    assert [points[name][0] for name in kept] == sorted(points[name][0] for name in kept)

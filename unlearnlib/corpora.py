@@ -56,6 +56,22 @@ def windows(tokenizer, texts: Sequence[str], length: int = WINDOW) -> list[Examp
     return found
 
 
+def unshared(found: Sequence[Example], others: Sequence[Example]) -> list[Example]:
+    """Windows that are not, token for token, among others: two texts may end in the same few words, and so have a last window in common.
+
+    Parameters
+    ----------
+    found, others : sequence of Example
+
+    Returns
+    -------
+    list of Example
+        Those of `found`, in their order.
+    """
+    known = {(window.prompt, window.answer) for window in others}
+    return [window for window in found if (window.prompt, window.answer) not in known]
+
+
 def as_examples(tokenizer, items: Sequence[dict | Example], *, template: str = "auto", system: str | None = None) -> list[Example]:
     """Token ids of questions and answers; items that are examples already, like windows of text, stay as they are.
 

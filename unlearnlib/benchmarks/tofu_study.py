@@ -26,16 +26,12 @@ from ..tiny import scholar
 from ..training import train
 from . import miniature
 from .tofu import SHARES, Tofu
-from .tofu_scores import Evaluation, Scores, evaluate, table_row
+from .tofu_scores import Evaluation, Scores, evaluate
 
 CODE = "import unlearnlib.benchmarks.tofu_study"
 
 LORA = "_lora"
 """A gradient method's name with this at its end is the method with LoRA adapters."""
-
-
-DEVIATING = ("prob", "rouge_l", "extraction", "memorization", "truth_ratio", "model_utility", "paraphrase_prob", "forget_auc")
-"""Measures of one model that are compared with the common implementation's."""
 
 
 @dataclass(frozen=True)
@@ -398,24 +394,6 @@ class Study:
         train(attacked, shown, steps=steps, batch_size=len(shown), **options)
         return {"before": before, "after": self.probability(attacked, others).item()}
 
-    def deviation(self) -> list[dict]:
-        """Scores of ``full`` by our measures and by those of the common implementation, on the same rows.
-
-        Returns
-        -------
-        list of dict
-            ``measure``, ``ours``, ``compat`` of each measure that needs no second model.
-        """
-        how = replace(self.how, compat=True)
-
-        def compute() -> Scores:
-            return evaluate(*self.full, self.data, how, progress=self.progress)
-
-        ours = self.scores("full")["scores"]
-        theirs = remembered("tofu-compat", [*self._recipe(), asdict(how)], compute, CODE)
-        rows = [table_row(scores, scores, scores) for scores in (ours, theirs)]
-        return [{"measure": name, "ours": rows[0][name], "compat": rows[1][name]} for name in DEVIATING]
-
     def rounding(self) -> float:
         """By how much scoring in bfloat16 changes the probability of a forget row's answer at most, before unlearning."""
 
@@ -428,6 +406,15 @@ class Study:
             return (found[1] - found[0]).abs().max().item()
 
         return remembered("tofu-rounding", self._recipe(), compute, CODE)
+
+    def compat_scores(self) -> Scores:
+        """Scores of ``full`` as the common implementation makes them, on the same rows."""
+        how = replace(self.how, compat=True)
+
+        def compute() -> Scores:
+            return evaluate(*self.full, self.data, how, progress=self.progress)
+
+        return remembered("tofu-compat", [*self._recipe(), asdict(how)], compute, CODE)
 
     def probability(self, model: nn.Module, examples: Sequence[Example]) -> torch.Tensor:
         """Mean probability of answers, shape ()."""

@@ -167,6 +167,23 @@ def spread(tables: Tables) -> Rows:
     return found
 
 
+DEVIATING = ("prob", "rouge_l", "extraction", "memorization", "truth_ratio", "model_utility", "paraphrase_prob", "forget_auc")
+"""Measures of one model that are set beside the common implementation's."""
+
+
+def deviation(study: Study) -> Rows:
+    """Scores of the model before unlearning by our measures and by those of the common implementation.
+
+    Returns
+    -------
+    list of dict
+        ``measure``, and what it comes to on the same rows: ``ours``, ``compat``.
+    """
+    ours, retain = (study.scores(which)["scores"] for which in ("full", "retain"))
+    rows = [table_row(scores, scores, retain) for scores in (ours, study.compat_scores())]
+    return [{"measure": name, "ours": rows[0][name], "compat": rows[1][name]} for name in DEVIATING]
+
+
 def claims(tables: Tables) -> Rows:
     """What the paper says of GROM on TOFU, held against a table's rows.
 

@@ -235,23 +235,3 @@ def averaged(rows: Sequence[Mapping], measure: str = "preservation") -> list[dic
         {"knob": knob, "value": value, measure: sum(seen) / len(seen), "low": min(seen), "high": max(seen)}
         for (knob, value), seen in found.items()
     ]
-
-
-def undominated(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """The points that no other is at least as good as in both coordinates, and better in one.
-
-    Parameters
-    ----------
-    points : mapping of str to (float, float)
-        By name; the higher, the better.
-
-    Returns
-    -------
-    list of str
-        By ascending first coordinate.
-    """
-
-    def beaten(one: tuple[float, float]) -> bool:
-        return any(other != one and other[0] >= one[0] and other[1] >= one[1] for other in points.values())
-
-    return sorted((name for name, point in points.items() if not beaten(point)), key=lambda name: points[name])
