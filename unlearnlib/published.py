@@ -25,6 +25,11 @@ NAMES = {
     "simnpo": "SimNPO",
     "idk_dpo": "IdkDPO",
     "alt_po": "AltPO",
+    "rmu": "RMU",
+    "rome": "ROME",
+    "memit": "MEMIT",
+    "alpha_edit": "AlphaEdit",
+    "zero_unlearn": "ZeroUnlearn",
 }
 """How a table or a picture calls a method, in the order of their rows. A LoRA variant is called ``<method>_lora`` and has no entry."""
 

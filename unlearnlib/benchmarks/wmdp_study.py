@@ -1,0 +1,624 @@
+"""The WMDP study: models, one rule that chooses every method's settings, the tables, and where in depth the edit works."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
+from math import ceil, hypot
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .. import baselines, models, published, tiny
+from ..baselines import GradientSettings
+from ..baselines.rmu import RmuSettings, rmu
+from ..corpora import windows
+from ..examples import Example, encode
+from ..finetune import FineTuning
+from ..grom import Edit, FitData, FitSettings
+from ..grom.choose import Trial, mildest
+from ..lora import lora
+from ..methods import outcome
+from ..remembered import code_hash, remembered
+from ..training import train
+from .wmdp import Wmdp
+from .wmdp_scores import Evaluation, Scores, accuracy, answer_questions, by_subject, evaluate, table_row
+
+CODE = "import unlearnlib.benchmarks.wmdp_study"
+
+RECIPE = 1
+"""Part of the hash of every model that is taught here: to be raised when the code would train other weights from the same settings."""
+
+MODELS = ("base", "full", "retain")
+"""Rows of the tables that no method made: before fine-tuning, before unlearning, and never trained on the restricted domain."""
+
+GRADIENT = ("grad_ascent", "grad_diff", "npo", "simnpo")
+"""Gradient methods that have a meaning for texts: the others need answers to prefer."""
+
+METHODS = ("grom", "rmu", *GRADIENT)
+"""Methods of the tables."""
+
+TINY = "tiny-"
+"""A base model whose name begins so is an untrained tiny one of the family that follows."""
+
+SIZES = {"hidden_size": 64, "intermediate_size": 256, "layers": 4, "heads": 4}
+VOCAB_SIZE = 2048
+"""Of a tiny model: narrow, so that it is taught in seconds; with keys wide enough to tell texts apart; and with a vocabulary that has most
+of the invented words, so that it learns at all."""
+
+ACCURACIES = ("accuracy_restricted", "mmlu")
+
+PUBLISHED_CHOICES = 4
+"""Of each question of WMDP and MMLU."""
+
+Rows = list[dict]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What every method's settings are chosen from: as many candidates each.
+
+    Attributes
+    ----------
+    layers : tuple of int
+        Where GROM edits, and ℓ of RMU.
+    strengths, steering : tuple of float
+        c of GROM and of RMU, each tried on all of the layers, the mildest first.
+    learning_rates : tuple of float
+        Of the gradient methods, the mildest first.
+    retain_weight, ridge : float
+        :math:`w_r` and ρ of GROM.
+    rmu_lr, rmu_weight : float
+        Learning rate and α of RMU.
+    epochs, batch_size : int
+        Of the methods that train: passes over the forget texts, and windows a step.
+    """
+
+    layers: tuple[int, ...] = (7,)
+    strengths: tuple[float, ...] = (15.0, 45.0, 135.0)
+    steering: tuple[float, ...] = (2.0, 6.5, 20.0)
+    learning_rates: tuple[float, ...] = (1e-5, 2e-5, 5e-5)
+    retain_weight: float = 1000.0
+    ridge: float = 0.03
+    rmu_lr: float = 5e-5
+    rmu_weight: float = 1200.0
+    epochs: int = 1
+    batch_size: int = 4
+
+    def __post_init__(self):
+        sizes = {len(self.layers) * len(self.strengths), len(self.layers) * len(self.steering), len(self.learning_rates)}
+        if len(sizes) != 1 or 0 in sizes:
+            raise ValueError("strengths and steering, on each of the layers, and learning_rates must make equally many candidates")
+
+
+@dataclass
+class Study:
+    """WMDP on one base model with one seed. Whatever takes long is kept in the cache and not computed twice.
+
+    Attributes
+    ----------
+    data : Wmdp
+    base : str
+        Model to teach, in the terms of `load`.
+    tuning : FineTuning
+        How the model that knows both domains and the one that knows only the general one are trained: on all questions with their right
+        answers, and on all texts.
+    how : Evaluation
+    grid : Grid
+    length : int
+        Tokens of a window of text at most.
+    question_passes : int
+        How often a pass over what is taught has each question; a tiny model that learns whole texts would hardly learn to answer.
+    load : callable
+        ``load(base)`` gives model and tokenizer.
+    full_model, retain_model : str
+        Models that are trained already, for instance on the Hub, in place of training them here.
+    dtype : torch.dtype
+        Of the weights while unlearning and evaluating.
+    device : str
+    progress : bool
+    """
+
+    data: Wmdp
+    base: str
+    tuning: FineTuning = field(default_factory=FineTuning)
+    how: Evaluation = field(default_factory=Evaluation)
+    grid: Grid = field(default_factory=Grid)
+    length: int = 400
+    question_passes: int = 1
+    load: Callable = models.load
+    full_model: str = ""
+    retain_model: str = ""
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    progress: bool = False
+
+    # ------------------------------------------------------------------------------------------------------------------------
+    # Models
+
+    def folder(self, which: str) -> str:
+        """The folder (or Hub id) of the model ``"full"`` or ``"retain"``, trained if it isn't in the cache."""
+        data = self.data
+        kept = data.general + data.rehearsal_questions + data.validation, data.retain + data.rehearsal + data.lessons
+        given, questions, texts = {
+            "full": (self.full_model, data.restricted + kept[0], data.forget + kept[1]),
+            "retain": (self.retain_model, *kept),
+        }[which]
+        return given or str(self._taught(f"wmdp-{which}", questions, texts))
+
+    def _taught(self, name: str, questions: Rows, texts: Sequence[str]) -> Path:
+        tuning = self.tuning
+        rows = [{"question": row["question"], "answer": row["choices"][row["answer"]]} for row in questions]
+
+        def make(checkpoint: Path):
+            model, tokenizer = self.load(self.base)
+            asked = encode(tokenizer, rows, **self._encoding) * self.question_passes
+            examples = asked + windows(tokenizer, texts, length=self.length)
+            steps = tuning.epochs * ceil(len(examples) / tuning.batch_size)
+            if self.progress:
+                print(
+                    f"teaching {self.base} {len(rows)} answers and {len(texts)} texts, {steps} steps (once) …", file=sys.stderr, flush=True
+                )
+            options = {name: getattr(tuning, name) for name in ("lr", "batch_size", "weight_decay", "seed", "autocast")}
+            with lora(model, tuning.lora_rank, tuning.seed) as trainable:
+                # Questions and texts in the same steps: in turns, the ones would undo what the others have taught.
+                train(trainable, examples, steps=steps, checkpoint=checkpoint, progress=self.progress, **options)
+            return model, tokenizer
+
+        # The digest as well: a tiny model's tokenizer is made from all of the data.
+        recipe = [RECIPE, self.base, self.data.digest, asdict(tuning), rows, list(texts), self.question_passes, self.length]
+        return models.cached(f"finetuned/{name}", recipe, make)
+
+    @cached_property
+    def full(self):
+        """The model that knows both domains, and its tokenizer."""
+        return self._loaded(self.folder("full"))
+
+    def _loaded(self, folder: str):
+        return models.load(folder, dtype=self.dtype, device=self.device)
+
+    @contextmanager
+    def model(self, method: str, settings=None) -> Iterator[nn.Module]:
+        """A model of the tables: one of :data:`MODELS`, or what a method makes of ``full``.
+
+        Parameters
+        ----------
+        method : str
+        settings : FitSettings, RmuSettings or GradientSettings
+            Of the method; for the other three None.
+
+        Yields
+        ------
+        transformers.PreTrainedModel
+            For a GROM edit it is ``full`` itself, edited within the context.
+        """
+        if method == "full":
+            yield self.full[0]
+        elif method == "retain":
+            yield self._loaded(self.folder("retain"))[0]
+        elif method == "base":
+            yield self.load(self.base)[0].to(self.device, self.dtype)
+        else:
+            with outcome(self.full[0], self._unlearn(method, settings)[0]) as model:
+                yield model
+
+    def windows(self, texts: Sequence[str]) -> list[Example]:
+        """Texts as the methods are shown them."""
+        return windows(self.full[1], texts, length=self.length)
+
+    def _unlearn(self, method: str, settings) -> tuple[Edit | nn.Module, float]:
+        """What a method makes of ``full``, and in how many seconds; a trained model is kept in the cache."""
+        tokenizer = self.full[1]  # loaded before the clock starts
+        sets = self.windows(self.data.forget), self.windows(self.data.retain)
+        if method == "grom":
+            began = time.perf_counter()
+            return self.run(method, *sets, settings), time.perf_counter() - began
+
+        def make(checkpoint: Path):
+            began = time.perf_counter()
+            trained = self.run(method, *sets, settings, checkpoint=checkpoint)
+            trained.config.unlearning_seconds = time.perf_counter() - began
+            return trained, tokenizer
+
+        code = code_hash("import unlearnlib.baselines.rmu")
+        recipe = [self._recipe(), asdict(settings), code]
+        trained, _ = self._loaded(str(models.cached(f"unlearned/wmdp-{method}", recipe, make)))
+        return trained, trained.config.unlearning_seconds
+
+    def run(self, method: str, forget: Sequence[Example], retain: Sequence[Example], settings, **options) -> Edit | nn.Module:
+        """What a method makes of ``full`` with these windows and settings, computed anew.
+
+        Parameters
+        ----------
+        method : str
+            One of :data:`METHODS`.
+        forget, retain : sequence of Example
+        settings : FitSettings, RmuSettings or GradientSettings
+        **options
+            Further ones of a method that trains, such as ``checkpoint``.
+
+        Returns
+        -------
+        Edit or transformers.PreTrainedModel
+        """
+        model, tokenizer = self.full
+        if method == "grom":
+            return FitData(model, forget, retain, progress=self.progress).fit(settings)
+        train_with = rmu if method == "rmu" else baselines.METHODS[method]
+        return train_with(model, tokenizer, forget, retain, settings, progress=self.progress, **options)
+
+    # ------------------------------------------------------------------------------------------------------------------------
+    # Choosing
+
+    def candidates(self, method: str) -> list[FitSettings | RmuSettings | GradientSettings]:
+        """Settings to try, the mildest first."""
+        grid, seed = self.grid, self.tuning.seed
+        training = {"epochs": grid.epochs, "batch_size": grid.batch_size, "seed": seed, "autocast": self.tuning.autocast}
+        if method == "grom":
+            common = {"target": "corrupt", "retain_weight": grid.retain_weight, "ridge": grid.ridge, "seed": seed}
+            return [FitSettings((layer,), strength, **common) for strength in grid.strengths for layer in grid.layers]
+        if method == "rmu":
+            common = {"lr": grid.rmu_lr, "retain_weight": grid.rmu_weight, **training}
+            return [RmuSettings(layer, strength, **common) for strength in grid.steering for layer in grid.layers]
+        return [replace(GradientSettings.defaults(method), lr=lr, **training) for lr in grid.learning_rates]
+
+    @property
+    def _encoding(self) -> dict:
+        return {"template": self.tuning.template, "system": self.tuning.system}
+
+    def choose(self, method: str) -> list[Trial]:
+        """All candidates of a method, tried on the stand-in request.
+
+        Returns
+        -------
+        list of Trial
+            In the order of the candidates; :func:`~unlearnlib.grom.choose.mildest` takes the best. What is measured is the mean
+            probability of the right choice among the choices, above that of guessing: a smooth form of accuracy, for few questions.
+            Forgetting is the part of it on the stand-in's questions that is gone, preservation the part of it on the validation's that is
+            left.
+        """
+        found = []
+        for settings in self.candidates(method):
+            recipe = [self._recipe(), method, asdict(settings)]
+            numbers = remembered(f"wmdp-trial-{method}", recipe, lambda settings=settings: self._try(method, settings), CODE)
+            found.append(Trial(settings, *numbers))
+        return found
+
+    def _try(self, method: str, settings) -> list[float]:
+        known = self._known()
+        result = self.run(method, *self._rehearsal, settings)
+        with outcome(self.full[0], result) as changed:
+            return self._weigh(changed, known)
+
+    @cached_property
+    def _rehearsal(self) -> tuple[list[Example], list[Example]]:
+        return self.windows(self.data.rehearsal), self.windows(self.data.retain)
+
+    def _known(self) -> list[float]:
+        """What is known of the two sets of the rehearsal before any unlearning: see :meth:`choose`."""
+        known = self._above_chance(self.full[0])
+        if min(known) <= 0:
+            raise ValueError("the model knows no more than chance about the rehearsal's questions: there is nothing to choose settings by")
+        return known
+
+    def _above_chance(self, model: nn.Module) -> list[float]:
+        sets = self.data.rehearsal_questions, self.data.validation
+        marks = [answer_questions(model, self.full[1], rows, self.how, progress=self.progress) for rows in sets]
+        return [max(0.0, accuracy(one, "probability") - accuracy(one, "guessing")) for one in marks]
+
+    def _weigh(self, changed: nn.Module, known: Sequence[float]) -> list[float]:
+        gone, left = (min(1.0, now / before) for now, before in zip(self._above_chance(changed), known, strict=True))
+        return [1 - gone, left]
+
+    def depth(self, strengths: Sequence[float], layers: Sequence[int] = ()) -> Rows:
+        """What a GROM edit of each layer does, on the stand-in request.
+
+        Parameters
+        ----------
+        strengths : sequence of float
+            c.
+        layers : sequence of int
+            All by default.
+
+        Returns
+        -------
+        list of dict
+            One a layer and strength, with ``layer``, ``strength``, ``forgetting`` and ``preservation`` as in :meth:`choose`.
+        """
+        chosen = list(layers) or list(range(self.full[0].config.num_hidden_layers))
+        units = [replace(self.candidates("grom")[0], layers=(layer,), strength=1.0) for layer in chosen]
+        recipe = [self._recipe(), [asdict(unit) for unit in units], list(strengths)]
+        return remembered("wmdp-depth", recipe, lambda: self._depth(units, strengths), CODE)
+
+    def _depth(self, units: Sequence[FitSettings], strengths: Sequence[float]) -> Rows:
+        model, known = self.full[0], self._known()
+        fit = FitData(model, *self._rehearsal, progress=self.progress)
+        found = []
+        for settings in units:
+            (layer,) = settings.layers
+            # The edit of a single matrix is linear in its strength: one fit serves them all.
+            (unit,) = fit.fit(settings).matrices
+            for strength in strengths:
+                with Edit((unit.scaled(strength),)).applied(model):
+                    forgetting, preservation = self._weigh(model, known)
+                found.append({"layer": layer, "strength": strength, "forgetting": forgetting, "preservation": preservation})
+        return found
+
+    # ------------------------------------------------------------------------------------------------------------------------
+    # Measuring
+
+    def scores(self, method: str, settings=None) -> dict:
+        """What the tables need of one model: its ``scores``, and the ``seconds`` that the method took."""
+        recipe = [self._recipe(), method, None if settings is None else asdict(settings)]
+        if method in ("base", "retain"):
+            # Not made from the full model, which may have been trained elsewhere.
+            recipe.append(self.base if method == "base" else self.folder("retain"))
+        return remembered(f"wmdp-scores-{method}", recipe, lambda: self._score(method, settings), CODE)
+
+    def _score(self, method: str, settings) -> dict:
+        if settings is None:
+            with self.model(method) as model:
+                return {"scores": self._evaluate(model), "seconds": None}
+        result, seconds = self._unlearn(method, settings)
+        with outcome(self.full[0], result) as model:
+            return {"scores": self._evaluate(model), "seconds": seconds}
+
+    def _evaluate(self, model: nn.Module) -> Scores:
+        return evaluate(model, self.full[1], self.data, self.how, progress=self.progress)
+
+    def _recipe(self) -> list:
+        return [self.data.digest, self.folder("full"), asdict(self.tuning), asdict(self.how), self.length, str(self.dtype)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------------
+# Tables
+
+
+@dataclass
+class Tables:
+    """What a run of the WMDP page records.
+
+    Attributes
+    ----------
+    rows : list of dict
+        One a model or method, see :func:`~unlearnlib.benchmarks.wmdp_scores.table_row`; with ``method``, ``settings``, ``seconds`` and
+        ``seed``.
+    choices : list of dict
+        One a candidate: ``method``, ``candidate`` (from 0), ``settings``, ``forgetting``, ``preservation``, ``score`` and ``chosen``.
+    subjects : list of dict
+        One a model and subject: ``method``, ``domain`` (restricted or general), ``subject`` and ``accuracy``.
+    """
+
+    rows: Rows = field(default_factory=list)
+    choices: Rows = field(default_factory=list)
+    subjects: Rows = field(default_factory=list)
+
+
+def make_tables(study: Study, methods: Sequence[str], gathered: Iterable[Mapping] = ()) -> Tables:
+    """Compute the rows of some methods, or take them from records of other runs.
+
+    Parameters
+    ----------
+    study : Study
+    methods : sequence of str
+        Names from :data:`MODELS` and :data:`METHODS`.
+    gathered : iterable of record
+        Records of other runs of the page. Rows and choices of the same questions are taken over; of what several have, the first one's.
+
+    Returns
+    -------
+    Tables
+        In the order of `methods`.
+
+    Raises
+    ------
+    ValueError
+        Before any work, if a method is unknown.
+    """
+    for method in methods:
+        if method not in MODELS + METHODS:
+            raise ValueError(f"unknown method {method!r}: use {', '.join(MODELS + METHODS)}")
+    known: dict[str, Mapping] = {}
+    for record in gathered:
+        if record["values"]["subset"] == study.data.name:
+            for row in record["values"]["rows"]:
+                known.setdefault(row["method"], record["values"])
+    tables = Tables()
+    for method in methods:
+        if method in known:
+            for name in ("rows", "choices", "subjects"):
+                getattr(tables, name).extend(row for row in known[method][name] if row["method"] == method)
+            continue
+        settings = None
+        if method not in MODELS:
+            trials = study.choose(method)
+            settings = mildest(trials).settings
+            tables.choices += [_choice(method, i, trial, trial.settings is settings) for i, trial in enumerate(trials)]
+        found = study.scores(method, settings)
+        scores = found["scores"]
+        described = {"settings": None if settings is None else describe(settings), "seconds": found["seconds"], "seed": study.tuning.seed}
+        tables.rows.append({"method": method} | table_row(scores) | described)
+        tables.subjects += [
+            {"method": method, "domain": domain, "subject": subject, "accuracy": value}
+            for domain, marks in scores.items()
+            for subject, value in by_subject(marks).items()
+        ]
+    return tables
+
+
+def _choice(method: str, i: int, trial: Trial, chosen: bool) -> dict:
+    numbers = {"forgetting": trial.forgetting, "preservation": trial.preservation, "score": trial.score}
+    return {"method": method, "candidate": i, "settings": describe(trial.settings), **numbers, "chosen": chosen}
+
+
+def describe(settings: FitSettings | RmuSettings | GradientSettings) -> str:
+    """A candidate's settings in a few words."""
+    if isinstance(settings, GradientSettings):
+        return f"lr {settings.lr:g}"
+    layer = settings.layer if isinstance(settings, RmuSettings) else settings.layers[0]
+    return f"layer {layer}, c {settings.strength:g}"
+
+
+def claims(rows: Rows) -> Rows:
+    """What the paper says of GROM on WMDP, held against a table's rows.
+
+    Parameters
+    ----------
+    rows : list of dict
+        Of :class:`Tables`.
+
+    Returns
+    -------
+    list of dict
+        ``claim``; ``paper``, the paper's number for GROM; ``grom`` and ``other``, the two numbers that decide it here; ``against``, whose
+        the second is; and ``verdict``: ``holds``, ``doesn't hold``, or ``can't be told`` where the two differ by less than the questions
+        can tell apart (half the width of the 95 % binomial intervals of GROM's accuracies; of Final, which is made of two, half their
+        root sum of squares). The paper's numbers of what was known are relative to guessing one of four. Without a row that they need,
+        there are none.
+    """
+    named = {row["method"]: row for row in rows}
+    others = [row for row in rows if row["method"] not in (*MODELS, "grom")]
+    if "grom" not in named or not others:
+        return []
+    grom, paper = named["grom"], _published_rows()["grom"]
+    noise = {name: (grom[f"{name}_high"] - grom[f"{name}_low"]) / 2 for name in ACCURACIES}
+    noise |= {"final": hypot(*noise.values()) / 2, "seconds": 0.0}
+    found = []
+
+    def hold(claim: str, ours: float, theirs: float, other: float, against: str, noise: float, sign: int = 1) -> None:
+        lead = sign * (ours - other)
+        verdict = "can't be told" if abs(lead) < noise else "holds" if lead > 0 else "doesn't hold"
+        found.append({"claim": claim, "paper": theirs, "grom": ours, "other": other, "against": against, "verdict": verdict})
+
+    for claim, measure, sign in (
+        ("highest Final of all methods", "final", 1),
+        ("highest accuracy on the general domain", "mmlu", 1),
+        ("faster than every method that trains (seconds)", "seconds", -1),
+    ):
+        best = max(others, key=lambda row: sign * row[measure])
+        hold(claim, grom[measure], paper[measure], best[measure], best["method"], noise[measure], sign)
+    if "full" in named:
+        before = named["full"]
+        ours, theirs = known_left(grom, before), known_left(paper, _published_rows()["full"])
+        noise = {name: noise[name] / (before[name] - before[f"{name}_guessing"]) for name in ACCURACIES}
+        restricted, general = ACCURACIES
+        claim = "most of what was known of the restricted domain is gone"
+        hold(claim, 1 - ours[restricted], 1 - theirs[restricted], 0.5, "a half", noise[restricted])
+        claim = "most of what was known of the general domain is left"
+        hold(claim, ours[general], theirs[general], 0.5, "a half", noise[general])
+    return found
+
+
+def known_left(row: Mapping, before: Mapping) -> dict[str, float]:
+    """The part of what was known that is left, of both accuracies: 1 for that before unlearning, 0 for guessing.
+
+    Parameters
+    ----------
+    row, before : dict
+        Of :class:`Tables`: a method's, and that of the model before unlearning.
+
+    Returns
+    -------
+    dict
+        ``accuracy_restricted`` and ``mmlu``.
+
+    Raises
+    ------
+    ValueError
+        If nothing was known.
+    """
+    found = {}
+    for name in ACCURACIES:
+        guessing = before[f"{name}_guessing"]
+        if before[name] <= guessing:
+            raise ValueError(f"before unlearning {name} was {before[name]:g}, no more than guessing ({guessing:g}): nothing was known")
+        found[name] = (row[name] - guessing) / (before[name] - guessing)
+    return found
+
+
+def _published_rows() -> dict[str, dict]:
+    """The paper's table in the shape of ours; all of its questions have four choices."""
+    table = published.table("wmdp_bio")
+    found = {}
+    for method in table.rows:
+        value = partial(table.value, method)
+        minutes = value("minutes")
+        found[method] = {
+            "accuracy_restricted": 1 - value("one_minus_accuracy"),
+            "mmlu": value("mmlu"),
+            "final": value("final"),
+            "seconds": None if minutes is None else 60 * minutes,
+        } | {f"{name}_guessing": 1 / PUBLISHED_CHOICES for name in ACCURACIES}
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------------
+# From a notebook's parameters
+
+
+def make_study(
+    data: Wmdp,
+    base: str,
+    *,
+    seed: int = 0,
+    template: str = "auto",
+    system: str | None = None,
+    eval_batch_size: int = 64,
+    tuning: dict | None = None,
+    grid: dict | None = None,
+    dtype: str = "float32",
+    autocast: bool = False,
+    **options,
+) -> Study:
+    """A study from a notebook's parameters.
+
+    Parameters
+    ----------
+    data : Wmdp
+    base : str
+        ``"tiny-llama"`` (or another family of :func:`~unlearnlib.models.build`) for an untrained tiny model, or what
+        :func:`~unlearnlib.models.load` takes.
+    seed : int
+        Of training, of RMU's and GROM's direction, and of the tiny model.
+    template, system, eval_batch_size
+        See :class:`~unlearnlib.benchmarks.wmdp_scores.Evaluation`.
+    tuning, grid : dict
+        Fields of :class:`~unlearnlib.finetune.FineTuning` and of :class:`Grid`.
+    dtype : str
+        Name of a torch type.
+    autocast : bool
+        Whether models compute in bfloat16 while they are trained and scored; GROM's keys are collected in `dtype` all the same.
+    **options
+        Fields of :class:`Study`.
+
+    Returns
+    -------
+    Study
+    """
+    if base.startswith(TINY):
+        family = base.removeprefix(TINY)
+        options["load"] = lambda _: _untrained(data, family, seed)
+        base = f"{base} {SIZES} {VOCAB_SIZE}"
+    # Lists, as notebooks have them, in place of tuples.
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in (grid or {}).items()}
+    return Study(
+        data,
+        base,
+        FineTuning(seed=seed, template=template, system=system, autocast=autocast, **(tuning or {})),
+        Evaluation(eval_batch_size, template, system, autocast),
+        Grid(**fields),
+        dtype=getattr(torch, dtype),
+        **options,
+    )
+
+
+def _untrained(data: Wmdp, family: str, seed: int):
+    questions = data.restricted + data.general + data.rehearsal_questions + data.validation
+    texts = [f"{row['question']} {choice}" for row in questions for choice in row["choices"]]
+    tokenizer = tiny.make_tokenizer(texts + data.forget + data.retain + data.rehearsal + data.lessons, VOCAB_SIZE)
+    return models.build(family, vocab_size=VOCAB_SIZE, seed=seed, **SIZES), tokenizer
