@@ -1,6 +1,7 @@
 """Corpora as windows, and the methods of the tables on them."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from unlearnlib import models
 from unlearnlib.baselines import METHODS as GRADIENT
 from unlearnlib.baselines import GradientSettings
 from unlearnlib.baselines.gradient import Objective
-from unlearnlib.corpora import WINDOW, as_examples, windows
+from unlearnlib.corpora import WINDOW, as_examples, unshared, windows
 from unlearnlib.examples import encode
 from unlearnlib.grom import FitData, FitSettings
 from unlearnlib.methods import METHODS, GromSettings
@@ -95,6 +96,13 @@ def test_what_cannot_be_cut_is_refused(tokenizer, texts, length, message):
 def test_a_single_token_behind_another_is_a_window(front_tokenizer):
     (window,) = windows(front_tokenizer, ["x"])
     assert (len(window.prompt), len(window.answer)) == (1, 1)
+
+
+def test_windows_that_two_texts_have_in_common(tokenizer):
+    first, second = (windows(tokenizer, [text], 8) for text in TEXTS)
+    last = dataclasses.replace(first[-1], name="of another text")
+    assert unshared([*second, last], first) == second
+    assert unshared(first, first) == [] and unshared(first, second) == first
 
 
 # ---------------------------------------------------------------------------------------------------------------------------

@@ -61,6 +61,16 @@ def test_a_type_can_be_asked_for(copy):
     assert models.load(str(copy), dtype=torch.float64)[0].dtype == torch.float64
 
 
+def test_a_tokenizer_can_come_from_elsewhere(copy, saved):
+    for path in copy.glob("*token*"):
+        path.unlink()
+    with pytest.raises(models.ModelError, match="cannot load"):
+        models.load(str(copy))
+    _, tokenizer = models.load(str(copy), tokenizer=str(saved))
+    _, own = models.load(str(saved))
+    assert tokenizer("A word.").input_ids == own("A word.").input_ids
+
+
 @pytest.mark.parametrize("name", ["smollm2", "./nowhere", "/nowhere/at-all", "~/nowhere", "a/b/c"])
 def test_a_name_that_is_nothing_is_refused(name):
     with pytest.raises(models.ModelError, match=re.escape(repr(name)) + " is neither"):

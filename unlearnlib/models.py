@@ -41,7 +41,7 @@ def cache_dir() -> Path:
     return Path(os.environ.get("UNLEARNLIB_CACHE") or default).expanduser()
 
 
-def load(name: str = EMBEDDED, *, dtype: torch.dtype | str = torch.float32, device: str = "cpu"):
+def load(name: str = EMBEDDED, *, tokenizer: str = "", dtype: torch.dtype | str = torch.float32, device: str = "cpu"):
     """A causal language model in evaluation mode, and its tokenizer.
 
     Parameters
@@ -49,6 +49,8 @@ def load(name: str = EMBEDDED, *, dtype: torch.dtype | str = torch.float32, devi
     name : str
         ``"smollm2-135m-instruct"`` for the embedded model (fetched once, 93 MB), a folder with a saved model, or a Hub id
         ``"owner/name"`` (fetched by transformers unless it is in its cache).
+    tokenizer : str
+        A folder or Hub id that has the tokenizer, where the model comes without one.
     dtype : torch.dtype or "auto"
         Of the weights; ``"auto"`` takes the checkpoint's own type.
     device : str
@@ -72,7 +74,7 @@ def load(name: str = EMBEDDED, *, dtype: torch.dtype | str = torch.float32, devi
         raise ModelError(f"{name!r} is neither {EMBEDDED!r}, nor a folder, nor a Hub id 'owner/name'")
     try:
         with _quiet_transformers():
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+            loaded = AutoTokenizer.from_pretrained(tokenizer or source, trust_remote_code=False)
             options = {"use_safetensors": True, "trust_remote_code": False, "ignore_mismatched_sizes": True, "output_loading_info": True}
             model, found = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
     except (OSError, ValueError, SafetensorError) as error:
@@ -85,7 +87,7 @@ def load(name: str = EMBEDDED, *, dtype: torch.dtype | str = torch.float32, devi
     for key, weight in model.named_parameters():
         if not torch.isfinite(weight).all():
             raise ModelError(f"the model {name!r} has NaN or infinite entries in {key}")
-    return model.eval().to(device), tokenizer
+    return model.eval().to(device), loaded
 
 
 def cached(name: str, recipe: Any, make: Callable[[Path], tuple]) -> Path:
