@@ -84,6 +84,18 @@ def test_the_verdict_is_that_of_the_papers_variant():
     assert (found["method"], found["highest_final"]) == ("grom_head", "holds")
 
 
+def test_where_others_do_not_work_nothing_is_counted():
+    rows = [{"method": "grom_head", "specificity": 0.9, "final": 0.9}, {"method": "rome", "specificity": 0.5, "final": 0.5}]
+    records = [record("grom_zsre/default", "can't be told: no editor can edit this model", rows, method="grom_head")]
+    (found,) = verdicts(records)
+    assert (found["pareto_best"], found["highest_final"]) == ("can't be told", "can't be told: no editor can edit this model")
+    placed = standings(records)
+    assert [row["counts"] for row in placed] == [False, False]
+    assert duels(placed)[0] == {"method": "rome"} | dict.fromkeys(
+        ("benchmarks", "grom_dominates", "dominates_grom", "neither", "higher_final"), 0
+    )
+
+
 def test_what_has_no_rival_gets_no_verdict():
     alone = record("grom_tofu/forget05", "holds", [tofu_row("grom", 0.8, 0.6), tofu_row("retain", 0.9, 0.6)])
     without = record("grom_tofu/forget10", "holds", [tofu_row("npo", 0.8, 0.6)])

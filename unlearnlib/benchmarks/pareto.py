@@ -15,6 +15,9 @@ Point = tuple[float, float]
 HIGHEST = "highest Final of all methods"
 """The claim of every benchmark's record whose verdict says whether its rows can tell GROM's Final from the best other one."""
 
+UNCLEAR = "can't be told"
+"""Such a verdict. With a colon and a reason behind it, the benchmark says nothing of the other methods at all: they don't work there."""
+
 
 @dataclass(frozen=True)
 class Benchmark:
@@ -101,12 +104,14 @@ def standings(records: Iterable[Mapping]) -> list[dict]:
     -------
     list of dict
         For each benchmark, in their order, and each method (not the models that no method made): ``benchmark``, ``method``, ``forgetting``,
-        ``utility`` and ``final``, between 0 and 1; ``dominated_by``, the names of the methods that do, comma-separated, or None.
+        ``utility`` and ``final``, between 0 and 1; ``dominated_by``, the names of the methods that do, comma-separated, or None;
+        ``counts``, whether the benchmark says anything of the methods beside GROM.
     """
     found = []
     for benchmark, record in _known(records):
         rows = [row for row in record["values"]["rows"] if row["method"] not in MODELS]
         points = {row["method"]: benchmark.point(row) for row in rows}
+        counts = not (_highest(benchmark, record) or "").startswith(f"{UNCLEAR}:")
         for method, (forgetting, utility) in points.items():
             found.append(
                 {
@@ -116,6 +121,7 @@ def standings(records: Iterable[Mapping]) -> list[dict]:
                     "utility": utility,
                     "final": (forgetting + utility) / 2,
                     "dominated_by": ", ".join(dominating(points, (forgetting, utility))) or None,
+                    "counts": counts,
                 }
             )
     return found
@@ -134,8 +140,8 @@ def verdicts(records: Iterable[Mapping]) -> list[dict]:
     list of dict
         ``benchmark``; ``method``, the paper's variant of GROM there; ``final``; ``other`` and ``other_final``, the best method that isn't
         GROM; ``dominated_by``, those of them that dominate it, comma-separated, or None; ``pareto_best``: ``holds`` if none does, ``can't
-        be told`` if one does though the benchmark's rows can't tell the two Finals apart, else ``doesn't hold``; ``highest_final``, the
-        verdict of the benchmark's own page.
+        be told`` if one does though the benchmark's rows can't tell the two Finals apart, or if the others don't work there, else
+        ``doesn't hold``; ``highest_final``, the verdict of the benchmark's own page.
 
     Notes
     -----
@@ -145,13 +151,13 @@ def verdicts(records: Iterable[Mapping]) -> list[dict]:
     for benchmark, record in _known(records):
         rows = {row["method"]: row for row in record["values"]["rows"]}
         others = {name: benchmark.point(row) for name, row in rows.items() if name not in (*MODELS, *GROM)}
-        own = (claim for claim in record["values"]["claims"] if claim.get("method", benchmark.method) == benchmark.method)
-        verdict = next((claim["verdict"] for claim in own if claim["claim"] == HIGHEST), None)
+        verdict = _highest(benchmark, record)
         if benchmark.method not in rows or not others or verdict is None:
             continue
         point = benchmark.point(rows[benchmark.method])
         beaten_by = dominating(others, point)
         best = max(others, key=lambda name: sum(others[name]))
+        unclear = verdict.startswith(f"{UNCLEAR}:") or (beaten_by and verdict == UNCLEAR)
         found.append(
             {
                 "benchmark": benchmark.title,
@@ -160,7 +166,7 @@ def verdicts(records: Iterable[Mapping]) -> list[dict]:
                 "other": best,
                 "other_final": sum(others[best]) / 2,
                 "dominated_by": ", ".join(beaten_by) or None,
-                "pareto_best": "holds" if not beaten_by else "can't be told" if verdict == "can't be told" else "doesn't hold",
+                "pareto_best": UNCLEAR if unclear else "doesn't hold" if beaten_by else "holds",
                 "highest_final": verdict,
             }
         )
@@ -168,7 +174,7 @@ def verdicts(records: Iterable[Mapping]) -> list[dict]:
 
 
 def duels(rows: Sequence[Mapping]) -> list[dict]:
-    """GROM against each other method, over the benchmarks on which both have a row.
+    """GROM against each other method, over the benchmarks on which both have a row that counts.
 
     Parameters
     ----------
@@ -182,7 +188,7 @@ def duels(rows: Sequence[Mapping]) -> list[dict]:
         them; ``higher_final``, on how many GROM's Final is the higher one. GROM is the paper's variant of each benchmark.
     """
     variants = {benchmark.title: benchmark.method for benchmark in BENCHMARKS}
-    points = {(row["benchmark"], row["method"]): (row["forgetting"], row["utility"]) for row in rows}
+    points = {(row["benchmark"], row["method"]): (row["forgetting"], row["utility"]) for row in rows if row["counts"]}
     found = []
     for method in dict.fromkeys(row["method"] for row in rows if row["method"].removesuffix(LORA) not in GROM):
         pairs = [
@@ -203,6 +209,12 @@ def duels(rows: Sequence[Mapping]) -> list[dict]:
             }
         )
     return found
+
+
+def _highest(benchmark: Benchmark, record: Mapping) -> str | None:
+    """The verdict of a benchmark's page on the Final of the paper's variant of GROM, if it has one."""
+    own = (claim for claim in record["values"]["claims"] if claim.get("method", benchmark.method) == benchmark.method)
+    return next((claim["verdict"] for claim in own if claim["claim"] == HIGHEST), None)
 
 
 def _known(records: Iterable[Mapping]) -> list[tuple[Benchmark, Mapping]]:
