@@ -34,6 +34,7 @@ BEFORE = "full"
 
 GROM = ("grom_head", "grom")
 METHODS = (*GROM, *EDITORS)
+"""Methods of the tables."""
 
 NAMES = COMMON_NAMES | {"zero_unlearn_gd": "ZeroUnlearn-GD"}
 """How a table or a picture calls a method."""
@@ -46,6 +47,7 @@ EDITABLE = 0.5
 """Editors count in a comparison if the best of them gets to this efficacy in the editing harness, which is what they were built for."""
 
 NOT_EDITABLE = "can't be told: no editor can edit this model"
+"""The verdict on what would hold against editors where none gets so far."""
 
 TINY = "tiny-"
 """A base model whose name begins so is a tiny one of the family that follows, which is trained here to know all facts by heart."""
