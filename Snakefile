@@ -53,7 +53,8 @@ def gathered_by(run):
     return outputs(
         other
         for other in run.gathers
-        if str(other) in wanted or runs.available(other, ROOT, runs.RUNS) != other.record(ROOT / "results")
+        if other.profile == run.profile
+        and (str(other) in wanted or runs.available(other, ROOT, runs.RUNS) != other.record(ROOT / "results"))
     )
 
 

@@ -277,6 +277,65 @@ def test_runs_of_another_notebook_are_gathered_by_their_full_name(spread):
     assert [str(run) for run in seeds(spread, "both")[0].gathers] == ["seeds/small/default", "seeds/spread/one"]
 
 
+ALL_PROFILE = """\
+description: one run, over records of another profile
+runs:
+  spread:
+    default: {gather: [seeds/spread/two, seeds/spread/one]}
+"""
+
+
+@pytest.fixture
+def over_all(spread_run):
+    """The project with a profile that gathers from another one, whose records aren't committed yet."""
+    (spread_run / "profiles" / "all.yaml").write_text(ALL_PROFILE, encoding="utf-8")
+    return spread_run
+
+
+def test_runs_of_another_profile_are_gathered_by_their_whole_name(over_all):
+    (run,) = profiles.load("all", over_all).runs
+    assert [str(other) for other in run.gathers] == ["seeds/spread/two", "seeds/spread/one"]
+    for gathers, message in (
+        ("[seeds/spread/four]", r"runs\.spread\.default\.gather: there is no run seeds/spread/four"),
+        ("[none/spread/two]", "unknown profile 'none'"),
+        ("[all/spread/default]", r"all/spread/default is of this very profile: name it spread/default"),
+    ):
+        (over_all / "profiles" / "all.yaml").write_text(
+            ALL_PROFILE.replace("[seeds/spread/two, seeds/spread/one]", gathers), encoding="utf-8"
+        )
+        with pytest.raises(profiles.ProfileError, match=message):
+            profiles.load("all", over_all)
+
+
+def test_profiles_may_gather_from_each_other(over_all):
+    """Only one step is followed, since records of another profile are read and never made."""
+    edit(over_all / "profiles" / "seeds.yaml", "three: {seed: 3}", "three: {gather: [all/spread/default]}")
+    assert [str(other) for other in seeds(over_all, "three")[0].gathers] == ["all/spread/default"]
+    assert [len(other.gathers) for other in profiles.load("all", over_all).runs[0].gathers] == [0, 0]
+
+
+def test_records_of_another_profile_are_read_as_committed(over_all, capsys):
+    call = ["run", "--root", str(over_all), "--profile", "all", "--quiet", "--allow-dirty"]
+    assert runs.main(call) == 1
+    missing = "all/spread/default gathers seeds/spread/two, seeds/spread/one, of another profile, of which there is no committed record"
+    assert capsys.readouterr().err.splitlines()[-1].endswith(missing)
+    out = over_all / "_build" / "runs"
+    runs.promote(seeds(over_all), over_all, out)
+    two = over_all / "results" / "seeds" / "spread" / "two.json"
+    edit(two, '"sources": "', '"sources": "0')
+    assert runs.main(call) == 0, "a record of other code counts as well"
+    (run,) = profiles.load("all", over_all).runs
+    assert records.read(run.record(out))["values"]["sum"] == 2.5 + 1.5
+    assert runs.promote([run], over_all, out) == ["results/all/spread/default.json: new"]
+
+    def state():
+        return {entry["path"]: entry["state"] for entry in runs.status(over_all)}["results/all/spread/default.json"]
+
+    assert state() == "fresh"
+    edit(two, '"score": 2.5', '"score": 2.25')
+    assert state() == "stale"
+
+
 def test_no_notebook_gathers_by_itself(spread):
     edit(spread / "notebooks" / "spread.md", "gather = []", 'gather = ["one"]')
     with pytest.raises(profiles.ProfileError, match=r"spread\.md: the default of gather must be \[\]"):

@@ -39,7 +39,8 @@ class Run:
     parameters : dict
         What differs from the notebook's defaults.
     gathers : tuple of Run
-        The runs whose records this one reads (:mod:`unlearnlib.gather`): those that its parameter ``gather`` names.
+        The runs whose records this one reads (:mod:`unlearnlib.gather`): those that its parameter ``gather`` names. One of another
+        profile gathers nothing here: its record is read as it is committed.
     """
 
     profile: str
@@ -117,7 +118,7 @@ def names(root: Path) -> list[str]:
     return sorted(path.stem for path in (root / "profiles").glob("*.yaml"))
 
 
-def load(name: str, root: Path) -> Profile:
+def load(name: str, root: Path, *, linked: bool = True) -> Profile:
     """Read a profile and check it against the notebooks that it names.
 
     Parameters
@@ -126,6 +127,8 @@ def load(name: str, root: Path) -> Profile:
         ``profiles/<name>.yaml`` is read.
     root : Path
         The project's folder.
+    linked : bool
+        Whether its runs know the runs that they gather.
 
     Returns
     -------
@@ -173,12 +176,23 @@ def load(name: str, root: Path) -> Profile:
             )
         if defaults.get(GATHER, []) != []:
             raise ProfileError(f"{source}: the default of {GATHER} must be []: it is a profile that says what a run gathers")
-    return Profile(name, description.strip(), _link(made, path), threads, resources)
+    return Profile(name, description.strip(), _link(made, path, root) if linked else list(made.values()), threads, resources)
 
 
-def _link(made: dict[str, Run], path: Path) -> list[Run]:
-    """The runs of a profile, by ``notebook/run``, each with those that it gathers, which must be of the profile and in no circle."""
+def _link(made: dict[str, Run], path: Path, root: Path) -> list[Run]:
+    """The runs of a profile, by ``notebook/run``, each with those that it gathers: of the profile and in no circle, or of another one."""
     linked: dict[str, Run] = {}
+    others: dict[str, dict[str, Run]] = {}
+
+    def elsewhere(name: str, where: str) -> Run:
+        profile = name.partition("/")[0]
+        if profile == path.stem:
+            raise ProfileError(f"{where}: {name} is of this very profile: name it {name.partition('/')[2]}")
+        if profile not in others:
+            others[profile] = {str(run): run for run in load(profile, root, linked=False).runs}
+        if name not in others[profile]:
+            raise ProfileError(f"{where}: there is no run {name}")
+        return others[profile][name]
 
     def link(name: str, way: tuple[str, ...] = ()) -> Run:
         if name not in linked:
@@ -186,7 +200,9 @@ def _link(made: dict[str, Run], path: Path) -> list[Run]:
             where = f"{path}: runs.{run.notebook}.{run.name}.{GATHER}"
             names = [full_name(run.notebook, str(other)) for other in run.parameters.get(GATHER, [])]
             for other in names:
-                if other not in made:
+                if other.count("/") > 1:
+                    linked[other] = elsewhere(other, where)
+                elif other not in made:
                     raise ProfileError(f"{where}: there is no run {other} in this profile")
                 if other in way:
                     raise ProfileError(f"{where}: runs gather each other in a circle: {', '.join((*way, other))}")

@@ -84,9 +84,12 @@ def execute(run: Run, root: Path, out: Path, *, allow_dirty: bool = False, show_
             f"{run}: tracked files differ from HEAD, so the record could not name the commit that made it; "
             "commit first, or pass --allow-dirty (make reproduce ALLOW_DIRTY=1)"
         )
-    gathered = {f"{other.notebook}/{other.name}": available(other, root, out) for other in run.gathers}
+    gathered = {_name_for(run, other): gathered_record(run, other, root, out) for other in run.gathers}
     absent = [name for name, path in gathered.items() if path is None]
     if absent:
+        elsewhere = [name for name in absent if name.count("/") > 1]
+        if elsewhere:
+            raise RunError(f"{run} gathers {', '.join(elsewhere)}, of another profile, of which there is no committed record")
         raise RunError(
             f"{run} gathers {', '.join(absent)}, of which there is no record of today's code and parameters; "
             f"run it first (make reproduce PROFILE={run.profile} ONLY={','.join(absent)})"
@@ -244,7 +247,7 @@ def run_sources(run: Run, root: Path, out: Path) -> str:
     ProfileError
         As :func:`sources`.
     """
-    return _with_gathered(sources(run.notebook, root), [available(other, root, out) for other in run.gathers])
+    return _with_gathered(sources(run.notebook, root), [gathered_record(run, other, root, out) for other in run.gathers])
 
 
 def _with_gathered(code: str, paths: Iterable[Path | None]) -> str:
@@ -254,6 +257,31 @@ def _with_gathered(code: str, paths: Iterable[Path | None]) -> str:
         record = records.read(path) if path and path.is_file() else {}
         contents.append({key: record.get(key) for key in ("notebook", "run", "parameters", "values")})
     return hashlib.sha256(json.dumps([code, contents], sort_keys=True).encode()).hexdigest()[:16] if contents else code
+
+
+def _name_for(run: Run, other: Run) -> str:
+    """How a run's profile names another run."""
+    return f"{other.notebook}/{other.name}" if other.profile == run.profile else str(other)
+
+
+def gathered_record(run: Run, other: Run, root: Path, out: Path) -> Path | None:
+    """The record that a run reads of another one that it gathers.
+
+    Parameters
+    ----------
+    run, other : Run
+    root, out : Path
+        As in :func:`compare`.
+
+    Returns
+    -------
+    Path or None
+        Of the same profile what :func:`available` says; of another one the committed record, whatever code made it, or None.
+    """
+    if other.profile == run.profile:
+        return available(other, root, out)
+    path = other.record(root / "results")
+    return path if path.is_file() else None
 
 
 def available(run: Run, root: Path, out: Path) -> Path | None:
@@ -405,6 +433,8 @@ def promote(runs: list[Run], root: Path, out: Path, *, everything: bool = False)
         if entry["verdict"] == "NOT RUN":
             raise RunError(f"{run}: {entry['problems'][0]}; run it first")
         for other in run.gathers:
+            if other.profile != run.profile:
+                continue
             if available(other, root, out) != other.record(root / "results") and str(other) not in chosen:
                 raise RunError(f"{run} has gathered the fresh run {other}, which differs from the committed one: promote them together")
         record, notebook = run.record(root / "results"), run.committed_notebook(root)
@@ -503,8 +533,9 @@ def status(root: Path) -> list[dict[str, Any]]:
         else:
             if key not in current:
                 current[key] = sources(notebook, root, run)
-            names = record["parameters"].get(profiles.GATHER, [])
-            gathered = [path.parents[1] / f"{gather.full_name(notebook, name)}.json" for name in names]
+            names = [gather.full_name(notebook, name) for name in record["parameters"].get(profiles.GATHER, [])]
+            names = [name if name.count("/") > 1 else f"{path.parts[-3]}/{name}" for name in names]
+            gathered = [root / "results" / f"{name}.json" for name in names]
             state = "fresh" if _with_gathered(current[key], gathered) == record["provenance"]["sources"] else "stale"
         found.append({"path": path.relative_to(root).as_posix(), "record": record, "state": state})
     return found
