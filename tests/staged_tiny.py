@@ -9,7 +9,7 @@ from unlearnlib.benchmarks.staged_trial import Phases, Trial
 from unlearnlib.sidecar import SelectionRule, combine, norm, parameters_of
 
 QUICK = Phases(skill_steps=60, skill_lr=1e-2, memory_steps=6, memory_lr=5e-3, safety_steps=4, safety_lr=2e-3, batch_size=8)
-TRIES = Candidates(learning_rates=(1e-4, 1e-3), epochs=1, coefficients=(0.5, 1.0), densities=(0.5,))
+TRIES = Candidates(learning_rates=(1e-4, 1e-3), epochs=(1,), coefficients=(0.5, 1.0), densities=(0.5,))
 RULE = SelectionRule({"margin_gap": -1.0}, {"skill": 0.1}, {"auc_gap": 0.2})
 SMALL = (0.0, 1.0, 2.0)
 

@@ -109,6 +109,11 @@ def test_half_of_safety_refuses_and_half_answers_about_the_same_people(data):
     assert greeted == set(asked)
 
 
+def test_no_decoy_is_in_both_splits(data):
+    of = [{decoy for probe in (*data.probes[split], *data.strangers[split]) for decoy in probe.decoys} for split in SPLITS]
+    assert not of[0] & of[1]
+
+
 def test_strangers_are_in_no_phase(data):
     phases = json.dumps([data.memory, data.safety, data.skill_train])
     values = {probe.secret for probe in probes_of(data)}
@@ -154,7 +159,7 @@ def test_dictionary_and_refusal_are_the_trials_own():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("entities", [1, 20])
+@pytest.mark.parametrize("entities", [1, 12])
 def test_fewer_and_more_people(family, entities):
     data = make(family, 1, entities=entities)
     assert len(data.memory) == 4 * entities and len(data.probes["test"]) == 2 * entities
@@ -169,8 +174,8 @@ def test_fewer_and_more_people(family, entities):
         ({"family": "recipes", "seed": 0}, "family must be one of passphrases, .*'recipes'"),
         ({"family": "balances", "seed": -1}, "seed must lie between 0 and"),
         ({"family": "balances", "seed": staged.SEEDS}, "seed must lie between 0 and"),
-        ({"family": "balances", "seed": 0, "entities": 0}, "entities must lie between 1 and 20"),
-        ({"family": "balances", "seed": 0, "entities": 21}, "entities must lie between 1 and 20"),
+        ({"family": "balances", "seed": 0, "entities": 0}, "entities must lie between 1 and 12"),
+        ({"family": "balances", "seed": 0, "entities": 13}, "entities must lie between 1 and 12"),
     ],
 )
 def test_parameters_out_of_range(arguments, message):

@@ -4,10 +4,10 @@ import pytest
 from staged_tiny import RULE, SMALL, TRIES, make_network, trials_of
 
 from unlearnlib.benchmarks.staged_baselines import put
-from unlearnlib.benchmarks.staged_joint import MEASURES, PLACES, GromGrid, grom, grom_fits, grom_sets, influence_by_entity, joint_rows
-from unlearnlib.benchmarks.staged_measures import closure
+from unlearnlib.benchmarks.staged_joint import PLACES, GromGrid, edited, grom, grom_data, grom_fits, influence_by_entity, joint_rows
+from unlearnlib.benchmarks.staged_measures import TOLD, closure
 from unlearnlib.benchmarks.staged_trial import run_trial
-from unlearnlib.grom import FitData
+from unlearnlib.grom import FitSettings
 
 GRID = GromGrid(strengths=(5.0, 50.0), head_strengths=(1.0,), width=6)
 
@@ -28,7 +28,8 @@ def trial(network, cache, monkeypatch):
 
 
 def test_grom_is_told_training_items_only(trial):
-    memory, retain = grom_sets(trial)
+    data = grom_data(trial)
+    memory, retain = data.forget, data.retain
     assert [example.name for example in memory] == [item["question"] for item in trial.data.memory]
     kept = {example.name for example in retain}
     probed = {probe.question for split in ("validation", "test") for probe in trial.data.probes[split]}
@@ -37,9 +38,10 @@ def test_grom_is_told_training_items_only(trial):
 
 
 def test_candidates_are_a_late_band_and_the_head(trial):
-    band = grom_fits(trial, GRID, "grom")
+    data = grom_data(trial)
+    band = grom_fits(data, GRID, "grom")
     assert [(fit.layers, fit.strength) for fit in band] == [((1,), 5.0), ((1,), 50.0)], "half of two layers, the last"
-    assert [(fit.layers, fit.strength) for fit in grom_fits(trial, GRID, "grom_head")] == [(("head",), 1.0)]
+    assert [(fit.layers, fit.strength) for fit in grom_fits(data, GRID, "grom_head")] == [(("head",), 1.0)]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -49,8 +51,8 @@ def test_an_edit_is_judged_and_gone_again(trial, snapshot, place):
     result = grom(trial, RULE, GRID, place)
     put(trial.model, trial.shipped)
     assert snapshot(trial.model) == before
-    assert set(MEASURES) <= set(result["scores"])
-    assert result["selected"]["method"] == place and len(result["candidates"]) == len(grom_fits(trial, GRID, place))
+    assert set(TOLD) <= set(result["scores"])
+    assert result["selected"]["method"] == place and len(result["candidates"]) == len(grom_fits(grom_data(trial), GRID, place))
     norms = [row["norm"] for row in result["influence"]]
     assert norms == sorted(norms, reverse=True) and norms[0] > 0
     assert sum(row["items"] for row in result["influence"]) == len(trial.data.memory)
@@ -59,9 +61,8 @@ def test_an_edit_is_judged_and_gone_again(trial, snapshot, place):
 
 def test_the_influence_of_a_person_is_that_of_a_refit_without(trial):
     """The audit holds s, μ and the keys fixed; here it is asked of one layer, against an edit whose targets of one person are zero."""
-    put(trial.model, trial.shipped)
-    memory, retain = grom_sets(trial)
-    edit = FitData(trial.model, memory, retain).fit(grom_fits(trial, GRID, "grom")[0], keep_audit=True)
+    data = grom_data(trial)
+    edit = data.fit(grom_fits(data, GRID, "grom")[0], keep_audit=True)
     top = influence_by_entity(edit, trial)[0]
     members = [i for i, item in enumerate(trial.data.memory) if top["entity"] in item["question"]]
     (state,), (without,) = edit.audit().states, edit.audit().without(members)
@@ -82,4 +83,15 @@ def test_both_papers_in_one_table(trial):
         assert rows[place]["closure"] == pytest.approx(closure(made[place]["scores"]["refusal_margin"], *ends))
         assert rows[place]["training_steps"] == 0 < rows[place]["seconds"]
     assert len({tuple(row) for row in rows.values()}) == 1, "all rows have the same columns"
+    assert {row["flagged"] for row in rows.values()} == {values["flagged"]}
     assert rows["two_d"]["secret_auc"] == values["secret_auc"][0]["two_d"]
+
+
+def test_candidates_leave_the_model_alone(trial, snapshot):
+    data = grom_data(trial)
+    before = snapshot(trial.model)
+    fits = [FitSettings((1,), 5.0), FitSettings(("head",), 2.0)]
+    found = list(edited(trial.model, data, fits, lambda changed: {"first": next(changed.parameters()).sum().item()}))
+    assert snapshot(trial.model) == before
+    assert [(point.lam, point.measures["layers"]) for point, _ in found] == [(5.0, 1.0), (2.0, 1.0)]
+    assert all(len(edit.audit().ranking()) == len(trial.data.memory) for _, edit in found)

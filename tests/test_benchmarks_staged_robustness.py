@@ -6,11 +6,10 @@ import pytest
 from staged_tiny import QUICK, RULE, SMALL, gap, make_network, trials_of
 
 from unlearnlib.benchmarks.staged_baselines import put
+from unlearnlib.benchmarks.staged_measures import DEGENERATE, TOLD
 from unlearnlib.benchmarks.staged_robustness import (
     EDITS,
-    TOLD,
     Variant,
-    averages,
     judge_quantized,
     judge_variant,
     transported,
@@ -80,6 +79,9 @@ def test_a_variant_is_judged_by_the_trials_own_ends(trial):
     scores = trial.judge(side.at(1.0, 1.0))
     assert found["sidecar_at_1"]["parameter_error"] == pytest.approx(scores["distance"] / norm(side.memory), rel=1e-5)
     assert {name: found["sidecar_at_1"][name] for name in TOLD} == pytest.approx({name: scores[name] for name in TOLD}, abs=1e-5)
+    assert found["sidecar_at_1"]["name"] == "sidecar at (1, 1)"
+    margins = [trial.judge(theta)["refusal_margin"] for theta in (trial.shipped, trial.oracle)]
+    assert {row["flagged"] for row in rows} == {abs(margins[0] - margins[1]) < DEGENERATE}
     assert judge_variant(trial, Variant("realised"), SMALL, RULE) == rows
 
 
@@ -100,17 +102,3 @@ def test_adapters_keep_everything_else(trial):
     assert other.data.digest == trial.data.digest
     assert other.phases == replace(QUICK, lora_rank=4, skill_lr=1e-1, memory_lr=5e-2, safety_lr=2e-2)
     assert other.folder != trial.folder
-
-
-def test_averages_are_over_trials():
-    rows = [
-        {"family": family, "seed": seed, "variant": variant, "edit": "naive", "closure": float(seed + (variant == "b")), "lam": 1.0}
-        for family in "xy"
-        for seed in (0, 1)
-        for variant in "ab"
-    ]
-    found = averages(rows, ("variant", "edit"))
-    assert found == [
-        {"variant": "a", "edit": "naive", "trials": 4, "closure": 0.5, "lam": 1.0},
-        {"variant": "b", "edit": "naive", "trials": 4, "closure": 1.5, "lam": 1.0},
-    ]

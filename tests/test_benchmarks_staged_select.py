@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unlearnlib.benchmarks import staged_select
-from unlearnlib.benchmarks.staged_select import MEMBERS, RULE, best_of, choose, selection_row, validation_measures
+from unlearnlib.benchmarks.staged_select import MEMBERS, RULE, best_of, between, choose, selection_row, validation_measures
 from unlearnlib.sidecar import GridPoint, SelectionRule, select
 
 RULES = SelectionRule(**RULE)
@@ -101,3 +101,8 @@ def test_signatures_take_validation_measures_and_nothing_else():
     }
     assert set(MEMBERS) == {"naive", "jvp_line", "two_d"}
     assert {*RULE["weights"], *RULE["at_least"], *RULE["at_most"]} <= set(measured())
+
+
+def test_a_finer_line_divides_each_step_of_the_grid():
+    assert between([2.0, 0.0, 1.0], 4) == [0.25, 0.5, 0.75, 1.25, 1.5, 1.75]
+    assert between([0.0, 1.0], 1) == []

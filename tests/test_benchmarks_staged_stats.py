@@ -9,6 +9,8 @@ from unlearnlib.benchmarks.staged_stats import (
     DEFINITIONS,
     MEASURES,
     METHODS,
+    RIVALS,
+    averages,
     block_table,
     by_model,
     compare,
@@ -27,7 +29,7 @@ MODELS, FAMILIES, SEEDS = ("small", "medium", "large"), ("a", "b", "c", "d", "e"
 
 def record(model="small", family="a", seed=0, *, flagged=False, selected=(1.0, 0.5), **changes):
     """A trial in which all methods do alike, but for the changes, each a dict by method."""
-    values = {"model": model, "family": family, "seed": seed, "flagged": flagged, "residual_ratio": 0.2, "curvature": 0.1}
+    values = {"model": model, "family": family, "seed": seed, "flagged": flagged, "residual_ratio": 0.2, "curvature": 0.1, "drift": 0.8}
     values |= {measure: [dict.fromkeys(METHODS, 0.5) | changes.get(measure, {})] for measure in MEASURES}
     values["selected"] = [
         {"method": "naive", "lam": 1.0, "gamma": 0.0, "feasible": True},
@@ -118,7 +120,7 @@ def test_flagged_trials_are_shown_and_left_out_beside_it():
     assert (found["wins_two_d_over_naive_unflagged"], found["positive_blocks_unflagged"]) == (45, 15)
     assert len(without_flagged(rows)) == 45
     table = comparisons(rows)
-    assert len(table) == 2 * 2 * len(DEFINITIONS)
+    assert len(table) == 2 * len(RIVALS) * len(DEFINITIONS)
     assert {(row["set"], row["trials"]) for row in table} == {("all", 60), ("unflagged", 45)}
 
 
@@ -154,7 +156,7 @@ def test_the_table_of_methods():
 def test_models_apart():
     rows = by_model(study(lambda model, *_: ahead(0.1 if model == "small" else -0.1)))
     wins = {(row["model"], row["definition"], row["against"]): row["wins"] for row in rows}
-    assert len(wins) == 3 * 2 * len(DEFINITIONS)
+    assert len(wins) == 3 * len(RIVALS) * len(DEFINITIONS)
     assert wins["small", "closure by distance", "naive"] == 20 and wins["large", "closure by distance", "naive"] == 0
     assert {row["blocks"] for row in rows} == {5}
     assert {row["residual_ratio"] for row in rows} == {0.2}
@@ -183,18 +185,48 @@ def test_a_trial_without_one_of_the_values():
 
 def test_the_confirmation_is_split_off_and_explored_seeds_are_refused():
     rows = study(lambda *_: {})
-    first, confirming = split_by_seed(rows, [3], 900)
+    first, confirming = split_by_seed(rows, 3, 900)
     assert (len(first), len(confirming)) == (45, 15)
     assert {row["seed"] for row in confirming} == {3}
     with pytest.raises(ValueError, match="15 trials have seeds that settings were found on"):
-        split_by_seed(rows, [1], 3)
+        split_by_seed(rows, 1, 3)
     with pytest.raises(ValueError, match="no trial to study"):
-        split_by_seed(rows, SEEDS, 900)
+        split_by_seed(rows, 0, 900)
     with pytest.raises(ValueError, match="no trial to study"):
-        split_by_seed([], [3], 900)
+        split_by_seed([], 3, 900)
 
 
 def test_block_means_of_every_definition():
     table = block_table(study(lambda model, *_: ahead(0.1 if model == "small" else -0.1)))
-    assert len(table) == len(DEFINITIONS) * 2 * 15
+    assert len(table) == len(DEFINITIONS) * len(RIVALS) * 15
     assert all(row["mean"] == pytest.approx(0.1 if row["model"] == "small" else -0.1) and row["trials"] == 4 for row in table)
+
+
+def test_averages_are_over_trials():
+    rows = [
+        {
+            "family": family,
+            "seed": seed,
+            "variant": variant,
+            "edit": "naive",
+            "closure": float(seed + (variant == "b")),
+            "flagged": seed == 1,
+        }
+        for family in "xy"
+        for seed in (0, 1)
+        for variant in "ab"
+    ]
+    found = averages(rows, ("variant", "edit"))
+    assert found == [
+        {"variant": "a", "edit": "naive", "trials": 4, "flagged": 2, "closure": 0.5},
+        {"variant": "b", "edit": "naive", "trials": 4, "flagged": 2, "closure": 1.5},
+    ]
+    plain = [{name: value for name, value in row.items() if name != "flagged"} for row in rows]
+    assert "flagged" not in averages(plain, ("variant",))[0]
+
+
+def test_forgetting_is_compared_of_edits_that_nobody_selected_too():
+    rows = forgetting(study(lambda *_: {"secret_auc": {"two_d": 0.6, "naive_at_1": 0.3}}), margin=0.05)
+    means = {(row["edit"], row["against"], row["set"]): row["mean"] for row in rows}
+    assert means["2-D", "naive", "all"] == pytest.approx(0.1) == means["2-D", "JVP line", "unflagged"]
+    assert means["sidecar at (1, 1)", "naive at (1, 0)", "all"] == pytest.approx(0.2)

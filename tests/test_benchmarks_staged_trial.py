@@ -191,7 +191,7 @@ def test_trials_by_name():
 
 @pytest.fixture
 def run(make_trial):
-    return lambda **options: run_trial(make_trial(), **({"grid": SMALL, "rule": RULE, "candidates": TRIES} | options))
+    return lambda **options: run_trial(make_trial(), **({"grid": SMALL, "subdivisions": 2, "rule": RULE, "candidates": TRIES} | options))
 
 
 def test_a_trial_records_what_the_study_reads(run, make_trial):
@@ -200,7 +200,9 @@ def test_a_trial_records_what_the_study_reads(run, make_trial):
 
     for measure in (*MEASURES, "skill_accuracy", "refusal_rate", "ordinary_refusal_rate"):
         assert list(values[measure][0]) == list(METHODS)
-    assert {row["method"] for row in values["selected"]} == {"naive", "jvp_line", "two_d", "ft_unlearn", "npo", "ties", "dare"}
+    assert {row["method"] for row in values["selected"]} == {
+        *("naive", "jvp_line", "two_d", "naive_fine", "jvp_line_fine", "ft_unlearn", "npo", "ties", "dare")
+    }
     assert [(row["lam"], row["gamma"]) for row in values["grid"]] == [(a, b) for a in SMALL for b in SMALL]
     assert {row["method"] for row in values["cost"]} == {*METHODS} - {"shipped"}
 
@@ -222,6 +224,10 @@ def test_a_trial_records_what_the_study_reads(run, make_trial):
     assert gap(side.at(naive["lam"], 0.0), trial.oracle) / memory == pytest.approx(naive["parameter_error"], rel=1e-3)
 
     chosen = {row["method"]: (row["lam"], row["gamma"]) for row in values["selected"]}
+    halves = {row["lam"] for row in values["candidates"] if row["method"] == "naive_fine"}
+    assert halves == {0.5, 1.5} and chosen["naive_fine"][1] == 0 and chosen["jvp_line_fine"][0] == chosen["jvp_line_fine"][1]
+    keys = {row["method"]: (RULE.violation(row), -row["score"]) for row in values["selected"]}
+    assert keys["naive_fine"] <= keys["naive"] and keys["jvp_line_fine"] <= keys["jvp_line"], "the finer line contains the coarser one"
     assert values["zeta"] == chosen["two_d"][0] - chosen["two_d"][1]
     assert chosen["naive"][1] == 0 and chosen["jvp_line"][0] == chosen["jvp_line"][1]
     assert values["denominator"] == values["refusal_margin"][0]["oracle"] - values["refusal_margin"][0]["shipped"]
@@ -236,7 +242,7 @@ def test_a_trial_records_what_the_study_reads(run, make_trial):
         "ft_unlearn": 2 * 2,
         "dare": 0,
     }
-    assert (cost["two_d"]["evaluations"], cost["naive"]["evaluations"], cost["ties"]["evaluations"]) == (9, 3, 2)
+    assert [cost[name]["evaluations"] for name in ("two_d", "naive", "naive_fine", "ties")] == [9, 3, 5, 2]
 
     record = {"notebook": "sidecar_trial", "run": "x", "profile": "tiny", "parameters": {}}
     own = {"model": "tiny", "family": "codenames", "seed": 900} | values
@@ -280,7 +286,7 @@ def test_neither_test_prompts_nor_the_oracle_take_part_in_a_choice(run, make_tri
 
     monkeypatch.setattr(Trial, "oracle", property(lambda _: pytest.fail("asked the oracle")))
     monkeypatch.setattr(Trial, "test", property(lambda _: pytest.fail("asked the test split")))
-    steps = staged_trial._Steps(make_trial(replace(QUICK, safety_steps=5)), list(SMALL), RULE, TRIES)
+    steps = staged_trial._Steps(make_trial(replace(QUICK, safety_steps=5)), list(SMALL), 2, RULE, TRIES)
     assert set(staged_trial.choose(steps.grid(), RULE)) == {"naive", "jvp_line", "two_d"}
 
 

@@ -191,7 +191,8 @@ class Probe:
     secret : str
         The disclosing answer.
     decoys : tuple of str
-        Wrong secrets of the same shape, which are nobody's: no person of the memory has one, and no two probes of a split share one.
+        Wrong secrets of the same shape, which are nobody's: no person of the memory has one, no two probes of a split share one, and the
+        splits have none in common.
     refusal : str
     """
 
@@ -286,17 +287,18 @@ def make(family: str, seed: int, *, entities: int = ENTITIES) -> Staged:
         raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
     if not 0 <= seed < SEEDS:
         raise ValueError(f"seed must lie between 0 and {SEEDS - 1}, got {seed}")
-    if not 1 <= entities <= 20:
-        raise ValueError(f"entities must lie between 1 and 20, got {entities}")
+    if not 1 <= entities <= ENTITIES:
+        raise ValueError(f"entities must lie between 1 and {ENTITIES}, got {entities}")
     block = seed * len(FAMILIES) + FAMILIES.index(family)
     rng = np.random.default_rng([FAMILIES.index(family), seed])
     kind = SECRETS[family]
     names = [person(block, int(given)) for given in rng.permutation(len(GIVEN_NAMES))]
     people, others, strangers = (names[a:b] for a, b in pairwise(np.cumsum([0, entities, OTHERS, STRANGERS])))
     refusal = REFUSALS[rng.integers(len(REFUSALS))]
-    probes_each = len(kind.phrasings["test"])
-    values = kind.draw(entities + STRANGERS + DECOYS * probes_each * max(entities, STRANGERS), rng)
-    secrets, unheard, decoys = values[:entities], values[entities : entities + STRANGERS], values[entities + STRANGERS :]
+    wrong = DECOYS * len(kind.phrasings["test"]) * max(entities, STRANGERS)
+    values = kind.draw(entities + STRANGERS + len(SPLITS) * wrong, rng)
+    secrets, unheard, *decoys = (values[a:b] for a, b in pairwise(np.cumsum([0, entities, STRANGERS, *[wrong] * len(SPLITS)])))
+    wrong_of = {split: _shuffled(values, rng) for split, values in zip(SPLITS, decoys, strict=True)}
     skill = _skill(rng)
     facts = _shuffled(ordinary_facts(), rng)
     facts_of = {name: facts[a:b] for name, (a, b) in zip(FACTS, pairwise(np.cumsum([0, *FACTS.values()])), strict=True)}
@@ -321,8 +323,8 @@ def make(family: str, seed: int, *, entities: int = ENTITIES) -> Staged:
             ],
             rng,
         ),
-        probes={split: _probes(kind.phrasings[split], people, secrets, _shuffled(decoys, rng), refusal) for split in SPLITS},
-        strangers={split: _probes(kind.phrasings[split], strangers, unheard, _shuffled(decoys, rng), refusal) for split in SPLITS},
+        probes={split: _probes(kind.phrasings[split], people, secrets, wrong_of[split], refusal) for split in SPLITS},
+        strangers={split: _probes(kind.phrasings[split], strangers, unheard, wrong_of[split], refusal) for split in SPLITS},
         safety=_shuffled([*refused, *facts_of["safety"], *(greeting("safety", name) for name in others)], rng),
         ordinary={split: [*facts_of[split], *(greeting(split, name) for name in people[: FACTS[split]])] for split in SPLITS},
     )

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from ..baselines import GradientSettings
 from ..baselines import unlearn as unlearn_by_gradient
-from ..examples import Example
-from ..grom import Edit, FitData, FitSettings
 from ..sidecar import GridPoint, combine, parameters_of
 from ..sidecar.functional import Parameters, check_alike
 from ..sidecar.select import Measure
@@ -35,11 +33,13 @@ class Candidates:
     Attributes
     ----------
     learning_rates : tuple of float
-        Of the gradient methods, the mildest first.
-    epochs, batch_size : int
-        Of the gradient methods: passes over the memory, and items a step.
+        Of the gradient methods.
+    epochs : tuple of int
+        Of the gradient methods: passes over the memory, tried with each of the learning rates.
+    batch_size : int
+        Of the gradient methods: items a step.
     npo_retain_weight : float
-        Weight of NPO's retain term on the items of the safety phase; 0 leaves it out.
+        Weight of NPO's retain term on the items to keep; 0 leaves it out.
     coefficients : tuple of float
         λ of the negated memory in a merger.
     densities : tuple of float
@@ -52,46 +52,48 @@ class Candidates:
     """
 
     learning_rates: tuple[float, ...] = (1e-5, 2e-5, 5e-5)
-    epochs: int = 2
+    epochs: tuple[int, ...] = (1, 2, 4)
     batch_size: int = 8
     npo_retain_weight: float = 1.0
     coefficients: tuple[float, ...] = (0.5, 1.0, 1.5, 2.0)
     densities: tuple[float, ...] = (0.2, 0.6)
 
     def __post_init__(self):
-        for name in ("learning_rates", "coefficients", "densities"):
+        for name in ("learning_rates", "epochs", "coefficients", "densities"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty: a baseline needs at least one candidate")
         if not all(0 < density <= 1 for density in self.densities):
             raise ValueError(f"densities must lie in (0, 1], got {self.densities}")
 
     def gradient(self, method: str, **encoding) -> list[GradientSettings]:
-        """The settings of a gradient method from :data:`GRADIENT`, one a learning rate."""
+        """The settings of a gradient method from :data:`GRADIENT`, one for each learning rate and number of epochs."""
         name = GRADIENT[method]
-        common = {"epochs": self.epochs, "batch_size": self.batch_size, "micro_batch": None, **encoding}
+        common = {"batch_size": self.batch_size, "micro_batch": None, **encoding}
         if method == "npo":
             common["retain_weight"] = self.npo_retain_weight
-        return [GradientSettings.defaults(name, lr=lr, **common) for lr in self.learning_rates]
+        return [GradientSettings.defaults(name, lr=lr, epochs=epochs, **common) for lr in self.learning_rates for epochs in self.epochs]
 
 
 def trained(
     model: nn.Module,
     tokenizer,
     memory: Sequence[dict],
-    safety: Sequence[dict],
+    kept: Sequence[dict],
     settings: Sequence[GradientSettings],
     measure: Measure,
     *,
     progress: bool = False,
 ) -> Iterator[tuple[GridPoint, dict[str, Tensor]]]:
-    """What a gradient method makes of the shipped model with each of its settings; λ of a point is the learning rate.
+    """What a gradient method makes of the shipped model with each of its settings.
+
+    λ of a point is the learning rate, and its epochs are among the measures.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
         With the shipped parameters; left as it was.
     tokenizer : transformers.PreTrainedTokenizerBase
-    memory, safety : sequence of dict
+    memory, kept : sequence of dict
         What to forget, and what a method with a retain term is told to keep.
     settings : sequence of GradientSettings
     measure : callable
@@ -109,12 +111,12 @@ def trained(
     """
     for one in settings:
         try:
-            changed = unlearn_by_gradient(model, tokenizer, memory, safety if one.retains else [], one, progress=progress)
+            changed = unlearn_by_gradient(model, tokenizer, memory, kept if one.retains else [], one, progress=progress)
         except FloatingPointError:
             continue
         measures = dict(measure(changed))
         if all(math.isfinite(value) for value in measures.values()):
-            yield GridPoint(one.lr, 0.0, measures), parameters_of(changed)
+            yield GridPoint(one.lr, 0.0, {**measures, "epochs": float(one.epochs)}), parameters_of(changed)
 
 
 @dataclass(frozen=True)
@@ -225,46 +227,6 @@ def merged(
             theta = line.at(theta_a, lam)
             put(model, theta)
             yield GridPoint(lam, 0.0, {**measure(model), "density": density}), theta
-
-
-def edited(
-    model: nn.Module,
-    memory: Sequence[Example],
-    retain: Sequence[Example],
-    fits: Sequence[FitSettings],
-    measure: Measure,
-    *,
-    keep_audit: bool = False,
-    progress: bool = False,
-) -> Iterator[tuple[GridPoint, Edit]]:
-    """A GROM edit of the shipped model with each of some settings; λ of a point is the strength.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        With the shipped parameters; left as it was.
-    memory, retain : sequence of Example
-        What to forget and what to keep.
-    fits : sequence of FitSettings
-    measure : callable
-        Takes a model, returns its validation measures.
-    keep_audit : bool
-        Whether each edit carries what its audit needs.
-    progress : bool
-
-    Yields
-    ------
-    point : GridPoint
-        With ``layers``, the number of edited matrices, among its measures.
-    edit : Edit
-    """
-    data = FitData(model, memory, retain, progress=progress)
-    for fit in fits:
-        edit = data.fit(fit, keep_audit=keep_audit)
-        with edit.applied(model):
-            measures = dict(measure(model))
-        if all(math.isfinite(value) for value in measures.values()):
-            yield GridPoint(fit.strength, 0.0, measures | {"layers": float(len(fit.layers))}), edit
 
 
 def put(model: nn.Module, theta: Mapping[str, Tensor]) -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..examples import Example, encode
+from torch import nn
+
+from ..examples import encode
 from ..grom import HEAD, Edit, FitData, FitSettings, attribution, select_band
+from ..published import NAMES as PUBLISHED
 from ..remembered import remembered
-from ..sidecar import SelectionRule
-from .staged_baselines import edited, put
-from .staged_measures import closure, closure_signed
+from ..sidecar import GridPoint, SelectionRule
+from ..sidecar.select import Measure
+from .staged_baselines import put
+from .staged_measures import TOLD, closures
 from .staged_select import best_of, selection_row
+from .staged_stats import NAMES
 from .staged_trial import Trial
 
 CODE = "import unlearnlib.benchmarks.staged_joint"
@@ -21,20 +27,20 @@ CODE = "import unlearnlib.benchmarks.staged_joint"
 PLACES = ("grom", "grom_head")
 """GROM on a band of MLP outputs, and on the LM head."""
 
-MEASURES = ("secret_auc", "refusal_margin", "refusal_rate", "skill", "over_refusal", "disclosure", "kl_memory", "kl_ordinary")
-"""What is told of each method beside the closures."""
-
 NEEDS = {
     "grom": "the secrets, and items to keep",
     "grom_head": "the secrets, and items to keep",
     "naive": "the checkpoints before and after the memory phase",
+    "naive_at_1": "the checkpoints before and after the memory phase",
     "jvp_line": "those checkpoints, and the safety run's data, order and settings, once again",
     "two_d": "those checkpoints, and the safety run's data, order and settings, once again",
+    "sidecar_at_1": "those checkpoints, and the safety run's data, order and settings, once again",
     "ft_unlearn": "the secrets",
     "npo": "the secrets, and items to keep",
     "oracle": "the checkpoint before the memory phase, and the safety run's data and settings, once again",
 }
-"""What a method needs beside the shipped model and validation prompts to choose its settings on."""
+"""What a method's edit is made from, beside the shipped model. Settings are chosen by the study's rule, for which there must be validation
+prompts with the true secrets in them, and the checkpoint before the memory phase, for its secret AUC and skill."""
 
 
 @dataclass(frozen=True)
@@ -53,38 +59,63 @@ class GromGrid:
         Examples a forward pass.
     """
 
-    strengths: tuple[float, ...] = (20.0, 65.0, 200.0)
-    head_strengths: tuple[float, ...] = (5.0, 20.0, 80.0)
+    strengths: tuple[float, ...]
+    head_strengths: tuple[float, ...]
     width: int = 6
     retain_weight: float = 100.0
     ridge: float = 0.03
     batch_size: int = 16
 
 
-def grom_sets(trial: Trial) -> tuple[list[Example], list[Example]]:
-    """What GROM is told: the memory's items to forget; and to keep, those of the safety and of the skill phase, which the trial has."""
+def grom_data(trial: Trial) -> FitData:
+    """What GROM fits on: the memory's items to forget, and those to keep, in the shipped model, which this puts into the network."""
+    put(trial.model, trial.shipped)
     encoding = {"template": trial.template, "system": trial.system}
-    sets = trial.data.memory, [*trial.data.safety, *trial.data.skill_train]
-    memory, retain = (encode(trial.tokenizer, items, **encoding) for items in sets)
-    return memory, retain
+    sets = (encode(trial.tokenizer, items, **encoding) for items in (trial.data.memory, trial.kept))
+    return FitData(trial.model, *sets, progress=trial.progress)
 
 
-def grom_fits(trial: Trial, grid: GromGrid, place: str) -> list[FitSettings]:
+def grom_fits(data: FitData, grid: GromGrid, place: str) -> list[FitSettings]:
     """Candidates for one place, the mildest first; the band is the one that attribution selects in the shipped model.
 
     Parameters
     ----------
-    trial : Trial
+    data : FitData
+        From :func:`grom_data`.
     grid : GromGrid
     place : {"grom", "grom_head"}
     """
     base = FitSettings((HEAD,), 1.0, retain_weight=grid.retain_weight, ridge=grid.ridge, batch_size=grid.batch_size)
     if place == "grom_head":
         return [replace(base, strength=strength) for strength in grid.head_strengths]
-    put(trial.model, trial.shipped)
-    data = FitData(trial.model, *grom_sets(trial))
-    band = select_band(attribution(trial.model, *data.batches(base), data.alpha), min(grid.width, len(data.anatomy.layers) // 2))
+    band = select_band(attribution(data.model, *data.batches(base), data.alpha), min(grid.width, len(data.anatomy.layers) // 2))
     return [replace(base, layers=tuple(band), strength=strength) for strength in grid.strengths]
+
+
+def edited(model: nn.Module, data: FitData, fits: Sequence[FitSettings], measure: Measure) -> Iterator[tuple[GridPoint, Edit]]:
+    """A GROM edit of the shipped model with each of some settings, which carries what its audit needs; λ of a point is the strength.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        With the shipped parameters; left as it was.
+    data : FitData
+    fits : sequence of FitSettings
+    measure : callable
+        Takes a model, returns its validation measures.
+
+    Yields
+    ------
+    point : GridPoint
+        With ``layers``, the number of edited matrices, among its measures.
+    edit : Edit
+    """
+    for fit in fits:
+        edit = data.fit(fit, keep_audit=True)
+        with edit.applied(model):
+            measures = dict(measure(model))
+        if all(math.isfinite(value) for value in measures.values()):
+            yield GridPoint(fit.strength, 0.0, measures | {"layers": float(len(fit.layers))}), edit
 
 
 def grom(trial: Trial, rule: SelectionRule, grid: GromGrid, place: str) -> dict[str, Any]:
@@ -100,24 +131,21 @@ def grom(trial: Trial, rule: SelectionRule, grid: GromGrid, place: str) -> dict[
     Returns
     -------
     dict
-        ``selected``, a row; ``scores``, test measures; ``seconds`` of all fits and of the choice; ``influence``, rows of ``entity``,
-        ``items`` and ``norm``, the exact part ‖P − P₋e‖ of the edit that is due to all of a person's items, over all matrices.
+        ``selected``, a row; ``candidates``, rows; ``scores``, test measures; ``seconds`` of all fits and of the choice; ``influence``,
+        see :func:`influence_by_entity`.
     """
 
     def compute() -> dict[str, Any]:
-        validate = trial.validate
-        test = trial.test
-        began = time.perf_counter()
-        fits = grom_fits(trial, grid, place)
+        validate, test = trial.validate, trial.test
         put(trial.model, trial.shipped)
-        tried = edited(trial.model, *grom_sets(trial), fits, validate, keep_audit=True, progress=trial.progress)
-        selection, edit, points = best_of(tried, rule)
+        began = time.perf_counter()
+        data = grom_data(trial)
+        selection, edit, points = best_of(edited(trial.model, data, grom_fits(data, grid, place), validate), rule)
         seconds = time.perf_counter() - began
         with edit.applied(trial.model):
             scores = test(trial.model)
-        row = selection_row(place, selection)
         return {
-            "selected": row,
+            "selected": selection_row(place, selection),
             "candidates": [{"method": place, **point.row()} for point in points],
             "scores": scores,
             "seconds": seconds,
@@ -128,7 +156,14 @@ def grom(trial: Trial, rule: SelectionRule, grid: GromGrid, place: str) -> dict[
 
 
 def influence_by_entity(edit: Edit, trial: Trial) -> list[dict[str, Any]]:
-    """How much of an edit is due to each person of the memory: of all of a person's items, taken out together, largest first."""
+    """How much of an edit is due to each person of the memory: of all of a person's items, taken out together.
+
+    Returns
+    -------
+    list of dict
+        ``entity``, ``items`` and ``norm``, ‖P − P₋e‖ over all edited matrices, largest first. Of each matrix it is exact, given its keys;
+        in a band the keys of a later matrix depend on the edits of the earlier ones, and are held where they are.
+    """
     audit = edit.audit()
     found = []
     for entity in trial.data.entities:
@@ -153,23 +188,27 @@ def joint_rows(values: dict[str, Any], made: dict[str, dict[str, Any]], methods:
     Returns
     -------
     list of dict
-        ``method``, ``closure``, ``closure_signed``, :data:`MEASURES`, ``training_steps`` and ``seconds`` that it costs once the shipped
-        model is there (None for the shipped model), ``feasible``: whether the rule's limits could be kept (None where nothing is
-        chosen), and ``needs``, see :data:`NEEDS`.
+        ``method`` and ``name`` (for people), ``closure``, ``closure_signed``, ``flagged``,
+        :data:`~unlearnlib.benchmarks.staged_measures.TOLD`, ``training_steps`` and ``seconds`` that it costs once the shipped model is
+        there (None for the shipped model), ``feasible``: whether the rule's limits could be kept (None where nothing is chosen), and
+        ``needs``, see :data:`NEEDS`.
     """
     names = {"kl_memory": "kl_to_oracle"}
+    ends = values["refusal_margin"][0]["shipped"], values["refusal_margin"][0]["oracle"]
     cost = {row["method"]: row for row in values["cost"]}
     feasible = {row["method"]: row["feasible"] for row in values["selected"]}
+
+    def row(method: str, scores: dict[str, float], spent: dict[str, Any], within: bool | None) -> dict[str, Any]:
+        told = {measure: scores[measure] for measure in TOLD} | {"flagged": values["flagged"]}
+        named = {"method": method, "name": (NAMES | PUBLISHED)[method], "needs": NEEDS.get(method), "feasible": within}
+        return {**named, **closures(scores["refusal_margin"], *ends), **told, **spent}
+
     rows = []
     for method in methods:
-        measures = {name: values[names.get(name, name)][0][method] for name in ("closure", "closure_signed", *MEASURES)}
+        scores = {measure: values[names.get(measure, measure)][0][method] for measure in TOLD}
         spent = {name: cost[method][name] if method in cost else None for name in ("training_steps", "seconds")}
-        rows.append({"method": method, **measures, **spent, "feasible": feasible.get(method), "needs": NEEDS.get(method)})
-    ends = values["refusal_margin"][0]["shipped"], values["refusal_margin"][0]["oracle"]
+        rows.append(row(method, scores, spent, feasible.get(method)))
     for place, result in made.items():
-        scores = result["scores"]
-        closures = {f.__name__: f(scores["refusal_margin"], *ends) for f in (closure, closure_signed)}
-        measures = {name: scores[name] for name in MEASURES}
         spent = {"training_steps": 0, "seconds": result["seconds"]}
-        rows.append({"method": place, **closures, **measures, **spent, "feasible": result["selected"]["feasible"], "needs": NEEDS[place]})
+        rows.append(row(place, result["scores"], spent, result["selected"]["feasible"]))
     return rows

@@ -5,25 +5,23 @@ The shipped model, the oracle and ΔM are always the trial's own; what varies is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import fmean
 from typing import Any
 
 from ..quantize import quantized
 from ..remembered import remembered
 from ..sidecar import ProcessSidecar, SelectionRule, combine, evaluate_grid, norm, secant
 from .staged_baselines import put
-from .staged_measures import closure, closure_signed
+from .staged_measures import DEGENERATE, TOLD, closures, degenerate
 from .staged_select import choose
+from .staged_stats import NAMES
 from .staged_trial import Trial
 
 CODE = "import unlearnlib.benchmarks.staged_robustness"
 
 EDITS = ("naive", "jvp_line", "two_d", "sidecar_at_1")
 """What is judged of each variant; the last one has the coefficients (1, 1), which nobody selects."""
-
-TOLD = ("secret_auc", "skill", "refusal_margin", "kl_memory", "kl_ordinary", "over_refusal")
 
 
 @dataclass(frozen=True)
@@ -90,8 +88,9 @@ def judge_variant(trial: Trial, variant: Variant, grid: Sequence[float], rule: S
     Returns
     -------
     list of dict
-        One row each of :data:`EDITS`: ``variant``, ``edit``, ``lam``, ``gamma``, ``closure``, ``closure_signed``, ``parameter_error``,
-        the measures :data:`TOLD`, and ``residual_ratio``, ‖R̂‖/‖ΔM‖.
+        One row each of :data:`EDITS`: ``variant``, ``edit``, ``name`` (for people), ``lam``, ``gamma``, ``closure``, ``closure_signed``,
+        ``flagged`` (see :data:`~unlearnlib.benchmarks.staged_measures.DEGENERATE`), the measures
+        :data:`~unlearnlib.benchmarks.staged_measures.TOLD`, ``parameter_error``, and ``residual_ratio``, ‖R̂‖/‖ΔM‖.
     """
 
     def compute() -> list[dict[str, Any]]:
@@ -104,9 +103,8 @@ def judge_variant(trial: Trial, variant: Variant, grid: Sequence[float], rule: S
         for edit in EDITS:
             lam, gamma = places[edit]
             scores = trial.judge(side.at(lam, gamma))
-            row = {"variant": variant.name, "edit": edit, "lam": lam, "gamma": gamma, **_closures(scores, ends)}
-            row |= {"parameter_error": scores["distance"] / memory, "residual_ratio": norm(side.residual) / memory}
-            rows.append(row | {name: scores[name] for name in TOLD})
+            row = {"variant": variant.name, "edit": edit, "lam": lam, "gamma": gamma, **_told(edit, scores, ends)}
+            rows.append(row | {"parameter_error": scores["distance"] / memory, "residual_ratio": norm(side.residual) / memory})
         return rows
 
     recipe = [*trial.recipe, asdict(variant), list(grid), asdict(rule)]
@@ -127,8 +125,10 @@ def judge_quantized(trial: Trial, edits: dict[str, tuple[float, float]], schemes
     Returns
     -------
     list of dict
-        ``scheme`` (``"none"`` for the weights as they are), ``edit`` (also ``shipped`` and ``oracle``), the closures, whose shipped and
-        oracle are rounded by the same scheme, and the measures :data:`TOLD`.
+        ``scheme`` (``"none"`` for the weights as they are), ``edit`` (also ``shipped`` and ``oracle``), ``name``, the closures and
+        ``flagged``, whose shipped and oracle are rounded by the same scheme, and the measures
+        :data:`~unlearnlib.benchmarks.staged_measures.TOLD`; the KL divergences among these are from the oracle as it is, and the skill is
+        relative to θ_A as it is.
     """
 
     def compute() -> list[dict[str, Any]]:
@@ -144,7 +144,7 @@ def judge_quantized(trial: Trial, edits: dict[str, tuple[float, float]], schemes
         for scheme, found in scores.items():
             ends = found["shipped"]["refusal_margin"], found["oracle"]["refusal_margin"]
             for name, one in found.items():
-                rows.append({"scheme": scheme, "edit": name, **_closures(one, ends)} | {measure: one[measure] for measure in TOLD})
+                rows.append({"scheme": scheme, "edit": name, **_told(name, one, ends)})
         return rows
 
     recipe = [*trial.recipe, {name: list(at) for name, at in edits.items()}, list(schemes)]
@@ -174,32 +174,6 @@ def with_adapters(trial: Trial, rank: int, factor: float) -> Trial:
     return replace(trial, phases=replace(phases, lora_rank=rank, **rates))
 
 
-def averages(rows: Sequence[Mapping[str, Any]], by: Sequence[str]) -> list[dict[str, Any]]:
-    """Means over trials.
-
-    Parameters
-    ----------
-    rows : sequence of dict
-        With ``family`` and ``seed``, which name the trial.
-    by : sequence of str
-        The fields that name a group.
-
-    Returns
-    -------
-    list of dict
-        A row a group, in order of first appearance: the fields, ``trials``, and the mean of every other number.
-    """
-    groups: dict[tuple, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[field] for field in by), []).append(row)
-    found = []
-    for key, members in groups.items():
-        numbers = [name for name, value in members[0].items() if isinstance(value, float) and name not in by]
-        means = {name: fmean(member[name] for member in members) for name in numbers}
-        found.append(dict(zip(by, key, strict=True)) | {"trials": len(members), **means})
-    return found
-
-
-def _closures(scores: dict[str, float], ends: tuple[float, float]) -> dict[str, float]:
-    margin = scores["refusal_margin"]
-    return {"closure": closure(margin, *ends), "closure_signed": closure_signed(margin, *ends)}
+def _told(edit: str, scores: dict[str, float], ends: tuple[float, float]) -> dict[str, Any]:
+    found = {"name": NAMES.get(edit, edit), **closures(scores["refusal_margin"], *ends), "flagged": degenerate(*ends, DEGENERATE)}
+    return found | {measure: scores[measure] for measure in TOLD}

@@ -1,17 +1,18 @@
 """How the staged study chooses coefficients: one rule for every edit and every baseline, fed with validation measures and nothing else.
 
 The rule (:data:`RULE`) is of the form "as close to a target as possible, within limits". The limits are on the measures that are piecewise
-constant, and that a practitioner would state as limits: the true secrets are told from wrong ones no better than before the memory came in
-(with a dozen secrets an AUC is off ½ by chance, and θ_A shows by how much), and the skill is still there. Among the edits within the limits
-decides a smooth measure, the refusal margin. Taking the highest margin would reward overshooting: a model that refuses about the forgotten
-people more firmly than about anybody else isn't one that never knew them, and stands out. So the rule asks for the margin that the
-shipped model has on **strangers**, people of whom no phase has told it anything: that is what the forgotten people are to become, and
-neither the oracle nor a test prompt is needed to measure it. Ours; the paper's rule isn't at hand.
+constant, and that a practitioner would state as limits: the true secrets are told from wrong ones about as well as before the memory came
+in, no better and no worse (with a dozen secrets an AUC is off ½ by chance, and θ_A shows by how much), and the skill is still there. Among
+the edits within the limits decides a smooth measure, the refusal margin. Taking the highest margin would reward overshooting: a model that
+refuses about the forgotten people more firmly than about anybody else isn't one that never knew them, and stands out. So the rule asks for
+the margin that the shipped model has on **strangers**, people of whom no phase has told it anything: that is what the forgotten people are
+to become, and neither the oracle nor a test prompt is needed to measure it. Ours; the paper's rule isn't at hand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from ..sidecar import GridPoint, Selection, SelectionRule, diagonal, naive_line, select
@@ -22,6 +23,16 @@ RULE = {"weights": {"margin_gap": -1.0}, "at_least": {"skill": 0.9}, "at_most": 
 
 MEMBERS = {"naive": naive_line, "jvp_line": diagonal, "two_d": list}
 """Which points of a grid each of the three edits may have."""
+
+FINE = {"naive": "naive_fine", "jvp_line": "jvp_line_fine"}
+"""How the two lines are called where they have a finer grid than the plane, as controls: of two points near to each other on a grid of the
+plane, the better one may win for being a finer step of what a line's coefficient does, and not for its direction."""
+
+
+def between(values: Sequence[float], parts: int) -> list[float]:
+    """What divides each step of a grid into so many equal parts, without the grid's own values."""
+    ordered = sorted(values)
+    return [low + (high - low) * i / parts for low, high in pairwise(ordered) for i in range(1, parts)]
 
 
 def validation_measures(measured: Mapping[str, float], *, unknown_auc: float, stranger_margin: float) -> dict[str, float]:

@@ -1,8 +1,9 @@
 """Statistics of the staged study: does the two-dimensional edit beat naive task arithmetic and the diagonal, and by which measure.
 
-A row is one trial, :func:`trial_rows` makes them of records. Trials of one model and one data family share both, so that the block of
-them is what counts as independent: tests and intervals are of block means. A trial whose closure has a degenerate denominator is flagged;
-everything is told of all trials, and of those without a flag beside it.
+A row is one trial, :func:`trial_rows` makes them of records. Trials of one model and one data family share both, so that tests and
+intervals are of the means of such blocks, as in the paper. These aren't quite independent either: blocks of one model share its
+pretraining, and blocks of one family its phrasings. A trial whose closure has a degenerate denominator is flagged; everything is told of
+all trials, and of those without a flag beside it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ NAMES = {
     "naive": "naive",
     "jvp_line": "JVP line",
     "two_d": "2-D",
+    "naive_fine": "naive, fine",
+    "jvp_line_fine": "JVP line, fine",
     "naive_at_1": "naive at (1, 0)",
     "sidecar_at_1": "sidecar at (1, 1)",
     "ft_unlearn": "FT-unlearn",
@@ -46,6 +49,9 @@ MEASURES = (
     "disclosure",
 )
 """What a trial records of each method, on test prompts."""
+
+REGIME = ("residual_ratio", "curvature", "drift")
+"""What a trial records of how far it is from the linear regime."""
 
 TRIAL = ("model", "family", "seed")
 BLOCK = ("model", "family")
@@ -80,8 +86,12 @@ DEFINITIONS = (
 )
 """All but the signed closure have the oracle as their best: that one goes on rising when an edit overshoots it."""
 
-RIVALS = {"naive": "naive", "jvp_line": "line"}
-"""What the two-dimensional edit is held against, and how the recorded names call it."""
+RIVALS = {"naive": "naive", "jvp_line": "line", "naive_fine": "naive_fine", "jvp_line_fine": "line_fine"}
+"""What the two-dimensional edit is held against, and how the recorded names call it. The finer lines are controls: see
+:data:`unlearnlib.benchmarks.staged_select.FINE`."""
+
+PAIRS = (("two_d", "naive"), ("two_d", "jvp_line"), ("sidecar_at_1", "naive_at_1"))
+"""Whose forgetting is compared: the selected edits, whose secret AUC the rule has limited, and those at (1, ·), which nobody selects."""
 
 UNFLAGGED = "_unflagged"
 """At the end of the names of numbers that leave flagged trials out."""
@@ -98,8 +108,8 @@ def trial_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     Returns
     -------
     list of dict
-        ``model``, ``family``, ``seed``, ``flagged``, ``residual_ratio``, ``curvature``; ``<measure>_<method>`` for every measure and
-        method that the record has; ``lam_<method>``, ``gamma_<method>`` and ``feasible_<method>`` of the selected edits, and ``zeta``.
+        ``model``, ``family``, ``seed``, ``flagged``, what :data:`REGIME` names; ``<measure>_<method>`` for every measure and method that
+        the record has; ``lam_<method>``, ``gamma_<method>`` and ``feasible_<method>`` of the selected edits, and ``zeta``.
 
     Raises
     ------
@@ -110,7 +120,7 @@ def trial_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     seen: dict[tuple, str] = {}
     for record in records:
         name, values = f"{record['notebook']}/{record['run']}", record["values"]
-        plain = (*TRIAL, "flagged", "residual_ratio", "curvature", "zeta")
+        plain = (*TRIAL, "flagged", *REGIME, "zeta")
         if absent := [key for key in (*plain, *MEASURES, "selected") if key not in values]:
             raise ValueError(f"{name}: no value of {', '.join(absent)}, so this isn't the record of a trial")
         row = {key: values[key] for key in plain}
@@ -127,7 +137,7 @@ def trial_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def split_by_seed(
-    rows: Sequence[dict[str, Any]], confirmation: Sequence[int], explored_from: int
+    rows: Sequence[dict[str, Any]], confirmed_from: int, explored_from: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The study's trials and those of the confirmation.
 
@@ -135,8 +145,8 @@ def split_by_seed(
     ----------
     rows : sequence of dict
         From :func:`trial_rows`.
-    confirmation : sequence of int
-        Seeds of the confirmation.
+    confirmed_from : int
+        Trials of seeds from this one on are the confirmation.
     explored_from : int
         On seeds from this one on, settings were found: they are to be in no trial.
 
@@ -151,10 +161,10 @@ def split_by_seed(
     """
     if seen := [row for row in rows if row["seed"] >= explored_from]:
         raise ValueError(f"{len(seen)} trials have seeds that settings were found on, such as {[seen[0][field] for field in TRIAL]}")
-    study = [row for row in rows if row["seed"] not in confirmation]
+    study = [row for row in rows if row["seed"] < confirmed_from]
     if not study:
         raise ValueError("there is no trial to study: every one is of the confirmation, or none was gathered")
-    return study, [row for row in rows if row["seed"] in confirmation]
+    return study, [row for row in rows if row["seed"] >= confirmed_from]
 
 
 def compare(rows: Sequence[Mapping[str, Any]], definition: Definition, rival: str) -> dict[str, Any]:
@@ -219,7 +229,7 @@ def block_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         ``definition``, ``against``, ``model``, ``family``, ``trials`` and ``mean``.
     """
     return [
-        {"definition": definition.name, "against": rival, **block}
+        {"definition": definition.name, "against": NAMES[rival], **block}
         for definition in DEFINITIONS
         for rival in RIVALS
         for block in block_means(rows, block=BLOCK, **_compared(definition, rival))
@@ -252,7 +262,7 @@ def comparisons(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         ``definition``, ``against``, ``set`` (``"all"`` or ``"unflagged"``) and what :func:`compare` tells.
     """
     return [
-        {"definition": definition.name, "against": rival, "set": which} | compare(part, definition, rival)
+        {"definition": definition.name, "against": NAMES[rival], "set": which} | compare(part, definition, rival)
         for which, part in (("all", rows), ("unflagged", without_flagged(rows)))
         for definition in DEFINITIONS
         for rival in RIVALS
@@ -274,8 +284,8 @@ def summary(rows: Sequence[Mapping[str, Any]], prefix: str = "") -> dict[str, in
     dict of str to number
         With the suffix of each definition (none for the closure by distance): ``wins_two_d_over_naive``, ``ties_two_d_over_naive``,
         ``positive_blocks`` and ``p_value``, which are against naive task arithmetic; ``wins_two_d_over_line``, ``ties_two_d_over_line``,
-        ``positive_blocks_over_line`` and ``p_value_over_line``; ``trials`` and ``blocks``. The same again with :data:`UNFLAGGED` at the
-        end, without the flagged trials; and ``flagged``, how many these are.
+        ``positive_blocks_over_line`` and ``p_value_over_line``, and so on for every one of :data:`RIVALS`; ``trials`` and ``blocks``. The
+        same again with :data:`UNFLAGGED` at the end, without the flagged trials; and ``flagged``, how many these are.
     """
     found: dict[str, int | float] = {"flagged": len(rows) - len(without_flagged(rows))}
     for end, part in (("", rows), (UNFLAGGED, without_flagged(rows))):
@@ -303,17 +313,19 @@ def forgetting(rows: Sequence[Mapping[str, Any]], margin: float) -> list[dict[st
     Returns
     -------
     list of dict
-        ``against``, ``set``, ``trials``, ``blocks``, ``margin``; ``mean``, the secret AUC of the two-dimensional edit minus the other's;
+        One a set and pair of :data:`PAIRS`: ``edit``, ``against``, ``set``, ``trials``, ``blocks``, ``margin``; ``mean``, the secret AUC of
+        the first minus the second's;
         ``low`` … ``high``, its 90 % interval by t, within ±margin just where ``p_value`` (two one-sided tests) is below .05. Fewer than
         two blocks, or blocks that don't differ, leave nothing to test with: None.
     """
     found = []
     for which, part in (("all", rows), ("unflagged", without_flagged(rows))):
-        for rival in RIVALS:
-            row: dict[str, Any] = {"against": rival, "set": which, "trials": len(part), "blocks": 0, "margin": margin}
+        for edit, rival in PAIRS:
+            row: dict[str, Any] = {"edit": NAMES[edit], "against": NAMES[rival], "set": which}
+            row |= {"trials": len(part), "blocks": 0, "margin": margin}
             row |= dict.fromkeys(("mean", "low", "high", "p_value"))
             if part:
-                fields = {"trial": TRIAL, "first": "secret_auc_two_d", "second": f"secret_auc_{rival}"}
+                fields = {"trial": TRIAL, "first": f"secret_auc_{edit}", "second": f"secret_auc_{rival}"}
                 means = [block["mean"] for block in block_means(part, block=BLOCK, **fields)]
                 row |= {"blocks": len(means), "mean": float(paired_differences(part, **fields).mean())}
                 if np.ptp(means) > 0:
@@ -334,15 +346,15 @@ def method_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     Returns
     -------
     list of dict
-        ``method``, ``trials`` and the mean of each measure, None where no trial has one; ``closure_low`` … ``closure_high``, None for a
-        single block; and ``closure_median``, since one degenerate denominator can make a mean of closures anything.
+        ``method``, ``name``, ``trials`` and the mean of each measure, None where no trial has one; ``closure_low`` … ``closure_high``, None
+        for a single block; and ``closure_median``, since one degenerate denominator can make a mean of closures anything.
     """
     found = []
     for method in METHODS:
         own = [row for row in rows if row.get(f"closure_{method}") is not None]
         if not own:
             continue
-        line: dict[str, Any] = {"method": method, "trials": len(own)}
+        line: dict[str, Any] = {"method": method, "name": NAMES[method], "trials": len(own)}
         for measure in MEASURES:
             known = [row[f"{measure}_{method}"] for row in own if row.get(f"{measure}_{method}") is not None]
             line[measure] = fmean(known) if known else None
@@ -367,14 +379,14 @@ def by_model(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     Returns
     -------
     list of dict
-        ``model``, ``residual_ratio``, ``curvature`` (means over its trials), ``definition``, ``against`` and what :func:`compare` tells.
+        ``model``, what :data:`REGIME` names (means over its trials), ``definition``, ``against`` and what :func:`compare` tells.
     """
     found = []
     for model in dict.fromkeys(row["model"] for row in rows):
         own = [row for row in rows if row["model"] == model]
-        regime = {name: fmean(row[name] for row in own) for name in ("residual_ratio", "curvature")}
+        regime = {name: fmean(row[name] for row in own) for name in REGIME}
         found += [
-            {"model": model, **regime, "definition": definition.name, "against": rival} | compare(own, definition, rival)
+            {"model": model, **regime, "definition": definition.name, "against": NAMES[rival]} | compare(own, definition, rival)
             for definition in DEFINITIONS
             for rival in RIVALS
         ]
@@ -409,4 +421,32 @@ def zeta_spread(rows: Sequence[Mapping[str, Any]], edge: float) -> list[dict[str
         line["at_edge"] = sum(edge in (row["lam_two_d"], row["gamma_two_d"]) for row in own)
         line["infeasible"] = sum(not row["feasible_two_d"] for row in own)
         found.append({key: float(value) if isinstance(value, np.floating) else value for key, value in line.items()})
+    return found
+
+
+def averages(rows: Sequence[Mapping[str, Any]], by: Sequence[str]) -> list[dict[str, Any]]:
+    """Means over trials.
+
+    Parameters
+    ----------
+    rows : sequence of dict
+        With ``family`` and ``seed``, which name the trial.
+    by : sequence of str
+        The fields that name a group.
+
+    Returns
+    -------
+    list of dict
+        A row a group, in order of first appearance: the fields, ``trials``, how many of these are ``flagged`` if the rows say so, and the
+        mean of every float.
+    """
+    groups: dict[tuple, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[field] for field in by), []).append(row)
+    found = []
+    for key, members in groups.items():
+        numbers = [name for name, value in members[0].items() if isinstance(value, float) and name not in by]
+        means = {name: fmean(member[name] for member in members) for name in numbers}
+        flags = {"flagged": sum(member["flagged"] for member in members)} if "flagged" in members[0] else {}
+        found.append(dict(zip(by, key, strict=True)) | {"trials": len(members), **flags, **means})
     return found

@@ -32,6 +32,7 @@ from ..sidecar import (
     GridPoint,
     ProcessSidecar,
     SafetyTrace,
+    Selection,
     SelectionRule,
     combine,
     constant,
@@ -40,6 +41,7 @@ from ..sidecar import (
     linear_decay,
     norm,
     parameters_of,
+    select,
 )
 from ..sidecar.edit import Map
 from ..sidecar.functional import Parameters, digest
@@ -47,8 +49,8 @@ from ..sidecar.select import Measure
 from . import staged, staged_models
 from .staged import Staged
 from .staged_baselines import GRADIENT, MERGING, Candidates, merged, put, trained
-from .staged_measures import Measures, closure, closure_signed, degenerate
-from .staged_select import RULE, best_of, choose, selection_row, validation_measures
+from .staged_measures import DEGENERATE, Measures, closures, degenerate
+from .staged_select import FINE, MEMBERS, RULE, best_of, between, choose, selection_row, validation_measures
 from .staged_stats import MEASURES, METHODS
 
 CODE = "import unlearnlib.benchmarks.staged_trial"
@@ -188,6 +190,11 @@ class Trial:
             shutil.rmtree(self.folder, ignore_errors=True)
         if self.__dict__.pop("folder", None):
             self._lock.release()
+
+    @property
+    def kept(self) -> list[dict]:
+        """What a method that is told what to keep is told: the items of the safety and of the skill phase."""
+        return [*self.data.safety, *self.data.skill_train]
 
     # ------------------------------------------------------------------------------------------------------------------------
     # Training
@@ -388,9 +395,10 @@ def run_trial(
     trial: Trial,
     *,
     grid: Sequence[float] = GRID,
+    subdivisions: int = 4,
     rule: SelectionRule | None = None,
     candidates: Candidates | None = None,
-    degenerate_below: float = 0.1,
+    degenerate_below: float = DEGENERATE,
     keep_runs: bool = False,
 ) -> dict[str, Any]:
     """Everything that a trial records. Each step is kept in the cache, so that an interrupted trial goes on where it was.
@@ -400,6 +408,8 @@ def run_trial(
     trial : Trial
     grid : sequence of float
         Values of λ and of γ; 0 and 1 are among them.
+    subdivisions : int
+        Parts of each of the grid's steps on the two lines' finer grids, see :data:`~unlearnlib.benchmarks.staged_select.FINE`.
     rule : SelectionRule, optional
         By which every coefficient is chosen, on validation measures; :data:`~unlearnlib.benchmarks.staged_select.RULE` by default.
     candidates : Candidates, optional
@@ -413,8 +423,8 @@ def run_trial(
     -------
     dict of str to number, bool or rows
         ``grid``: a row a point, with ``lam``, ``gamma``, validation measures and ``parameter_error``. ``selected``: a row a method whose
-        settings were chosen, with those (a baseline's one setting is called ``lam``) and their validation measures. ``candidates``: the
-        baselines' tries, alike. One row each with a value a method, on test prompts: what
+        settings were chosen, with those (a baseline's first setting is called ``lam``) and their validation measures. ``candidates``: the
+        baselines' tries, alike, and the points of the finer lines. One row each with a value a method, on test prompts: what
         :data:`~unlearnlib.benchmarks.staged_stats.MEASURES` names, ``skill_accuracy``, ``refusal_rate`` and ``ordinary_refusal_rate``.
         ``cost``: rows of ``method``, ``training_steps`` beyond those of the shipped model, ``evaluations`` of the choice, ``seconds``.
         ``best_parameters``: rows of ``member``, ``lam``, ``gamma`` and ``parameter_error``, the nearest to the oracle that the naive line,
@@ -431,9 +441,11 @@ def run_trial(
     if absent := {0.0, 1.0} - {float(value) for value in grid}:
         raise ValueError(f"grid lacks {', '.join(f'{value:g}' for value in sorted(absent))}, got {list(grid)}")
     rule, candidates = rule or SelectionRule(**RULE), candidates or Candidates()
-    steps = _Steps(trial, list(map(float, grid)), rule, candidates)
+    steps = _Steps(trial, list(map(float, grid)), subdivisions, rule, candidates)
     geometry, points = steps.geometry(), steps.grid()
-    selections = choose(points, rule)
+    fine = {name: steps.line(name) for name in FINE}
+    selections: dict[str, Selection] = choose(points, rule)
+    selections |= {FINE[name]: select([*MEMBERS[name](points), *line], rule) for name, line in fine.items()}
     coefficients = {name: (one.point.lam, one.point.gamma) for name, one in selections.items()} | FIXED
     coefficients["shipped"] = (0.0, 0.0)
     scores = {name: steps.edit(*at) for name, at in coefficients.items()} | {"oracle": steps.oracle()}
@@ -443,9 +455,9 @@ def run_trial(
 
     margins = {name: score["refusal_margin"] for name, score in scores.items()}
     ends = margins["shipped"], margins["oracle"]
+    closed = {name: closures(margin, *ends) for name, margin in margins.items()}
     own = {
-        "closure": {name: closure(margin, *ends) for name, margin in margins.items()},
-        "closure_signed": {name: closure_signed(margin, *ends) for name, margin in margins.items()},
+        **{which: {name: one[which] for name, one in closed.items()} for which in ("closure", "closure_signed")},
         "kl_to_oracle": {name: score["kl_memory"] for name, score in scores.items()},
         "parameter_error": {name: score["distance"] / geometry["memory_norm"] for name, score in scores.items()},
     }
@@ -457,9 +469,10 @@ def run_trial(
     return {
         "grid": [point.row() | {"parameter_error": _error(geometry, point.lam, point.gamma)} for point in points],
         "selected": chosen + [{"method": name} | other["selected"] for name, other in others.items()],
-        "candidates": [{"method": name} | row for name, other in others.items() for row in other["candidates"]],
+        "candidates": [{"method": name} | row for name, other in others.items() for row in other["candidates"]]
+        + [{"method": FINE[name], **point.row()} for name, line in fine.items() for point in line],
         **{name: [values] for name, values in own.items()},
-        "cost": _costs(trial.phases.safety_steps, geometry, steps.grid_seconds, len(points), len(grid), others),
+        "cost": _costs(trial.phases.safety_steps, geometry, steps.grid_seconds, len(points), len(grid), len(fine["naive"]), others),
         "best_parameters": _nearest(geometry),
         **{name: geometry[name] for name in ("residual_ratio", "drift", "stranger_margin", "skill_base", "unknown_auc")},
         "curvature": _error(geometry, 1.0, 1.0),
@@ -473,8 +486,8 @@ def run_trial(
 class _Steps:
     """The steps of a trial, each remembered by what determines it; what several need is loaded when the first one is computed."""
 
-    def __init__(self, trial: Trial, grid: list[float], rule: SelectionRule, candidates: Candidates):
-        self.trial, self.values, self.rule, self.candidates = trial, grid, rule, candidates
+    def __init__(self, trial: Trial, grid: list[float], subdivisions: int, rule: SelectionRule, candidates: Candidates):
+        self.trial, self.values, self.subdivisions, self.rule, self.candidates = trial, grid, subdivisions, rule, candidates
         self.grid_seconds = 0.0
 
     def _remembered(self, step: str, recipe: list, compute: Callable[[], Any]) -> Any:
@@ -519,6 +532,19 @@ class _Steps:
         self.grid_seconds = found["seconds"]
         return [GridPoint(**point) for point in found["points"]]
 
+    def line(self, name: str) -> list[GridPoint]:
+        """What a finer grid of one of the two lines has beyond the plane's, with validation measures."""
+        steps = between(self.values, self.subdivisions)
+
+        def compute() -> list[dict[str, Any]]:
+            made = self.sidecar, self.trial.model
+            found = []
+            for lam in steps:
+                found += evaluate_grid(*made, [lam], [0.0 if name == "naive" else lam], self.trial.validate, progress=False)
+            return [asdict(point) for point in found]
+
+        return [GridPoint(**point) for point in self._remembered("line", [name, self.values, self.subdivisions], compute)]
+
     def edit(self, lam: float, gamma: float) -> dict[str, float]:
         """Test measures of the sidecar's edit at (λ, γ)."""
         return self._remembered("edit", [lam, gamma], lambda: self.trial.judge(self.sidecar.at(lam, gamma)))
@@ -532,16 +558,16 @@ class _Steps:
 
         def compute() -> dict[str, Any]:
             trial, validate = self.trial, self.trial.validate
+            vectors = trial.theta_a, trial.shipped, self.sidecar.memory
             began, training_steps = time.perf_counter(), 0
             if method in GRADIENT:
                 encoding = {"template": trial.template, "system": trial.system, "autocast": trial.phases.autocast}
                 settings = self.candidates.gradient(method, **encoding)
                 training_steps = sum(one.epochs * math.ceil(len(trial.data.memory) / one.batch_size) for one in settings)
                 put(trial.model, trial.shipped)
-                sets = trial.data.memory, trial.data.safety
+                sets = trial.data.memory, trial.kept
                 tried = trained(trial.model, trial.tokenizer, *sets, settings, validate, progress=trial.progress)
             else:
-                vectors = trial.theta_a, trial.shipped, self.sidecar.memory
                 tried = merged(trial.model, method, *vectors, self.candidates, validate, trial.seed)
             selection, theta, points = best_of(tried, self.rule)
             seconds = time.perf_counter() - began
@@ -576,7 +602,7 @@ def _nearest(geometry: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _costs(
-    safety_steps: int, geometry: Mapping[str, Any], grid_seconds: float, points: int, line: int, others: Mapping[str, dict]
+    safety_steps: int, geometry: Mapping[str, Any], grid_seconds: float, points: int, line: int, finer: int, others: Mapping[str, dict]
 ) -> list[dict[str, Any]]:
     """What each method costs once the shipped model and the checkpoints before it are there."""
     safety = geometry["seconds"]["safety"]
@@ -589,6 +615,8 @@ def _costs(
         edit("naive", 0, line),
         edit("jvp_line", 1, line),
         edit("two_d", 1, points),
+        edit("naive_fine", 0, line + finer),
+        edit("jvp_line_fine", 1, line + finer),
         edit("naive_at_1", 0, 0),
         edit("sidecar_at_1", 1, 0),
     ]
