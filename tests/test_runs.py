@@ -470,6 +470,13 @@ def test_a_disagreeing_exact_value_fails_and_is_named(project, executed, capsys)
     assert compared(project, executed)["tiny/small/default"]["verdict"] == "agrees"
 
 
+def test_a_promotion_prints_a_few_differences_of_many(project, executed, monkeypatch):
+    runs.promote(tiny(project), project, executed)
+    monkeypatch.setattr(runs.records, "compare", lambda new, old: [f"value{i}: 1, expected 2" for i in range(8)])
+    line = runs.promote(tiny(project), project, executed)[0]
+    assert "value4: 1" in line and "value5" not in line and line.endswith("; and 3 more")
+
+
 def test_only_what_must_be_is_replaced(project, executed):
     runs.promote(tiny(project), project, executed)
     committed = project / "results" / "tiny" / "small" / "default.json"

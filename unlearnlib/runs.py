@@ -32,6 +32,9 @@ RUNS = Path("_build/runs")
 REPORT = Path("_build/reproduction.json")
 """The last comparison."""
 
+SHOWN = 5
+"""Differences that a promotion prints of a run; the comparison prints all."""
+
 INJECTED = "injected-parameters"
 """papermill's tag of the cell that it adds when a run sets parameters."""
 
@@ -444,7 +447,9 @@ def promote(runs: list[Run], root: Path, out: Path, *, everything: bool = False)
         if old is None or (run.profile == "tiny" and not notebook.is_file()):
             reason = "new"
         elif entry["problems"]:
-            reason = "; ".join(entry["problems"])
+            reason = "; ".join(entry["problems"][:SHOWN])
+            if (more := len(entry["problems"]) - SHOWN) > 0:
+                reason += f"; and {more} more"
         elif old["provenance"]["sources"] != new["provenance"]["sources"]:
             reason = "sources or gathered records changed" if run.gathers else "sources changed"
         elif everything:
