@@ -18,6 +18,28 @@ FAMILIES = ("llama", "qwen2", "gpt2", "gpt_neox")
 VOCAB = 97
 
 
+@pytest.fixture(scope="module")
+def staged_network(make_tokenizer):
+    """A network for trials of the staged study, see :mod:`staged_tiny`."""
+    from staged_tiny import make_network
+
+    return make_network(make_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def staged_cache(tmp_path_factory):
+    """A cache that all trials of a module share, so that each run of training is done once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def make_staged_trial(staged_network, staged_cache, monkeypatch):
+    """Make trials of that network."""
+    from staged_tiny import trials_of
+
+    return trials_of(staged_network, staged_cache, monkeypatch)
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "embedded: needs the embedded model, which is fetched once into the cache")
 

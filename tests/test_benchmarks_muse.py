@@ -80,8 +80,8 @@ def test_a_split_may_be_a_json_list(folder, lines):
 
 
 def test_the_hubs_parquet(folder):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    table = pytest.importorskip("pyarrow").Table
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is no requirement: only the Hub's Parquet files need it")
+    table = pytest.importorskip("pyarrow", reason="as above").Table
     path = folder / "raw" / "forget.jsonl"
     rows, expected = read(path), muse.load(folder, "news")
     path.unlink()

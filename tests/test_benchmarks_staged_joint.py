@@ -1,7 +1,7 @@
 """GROM on the shipped model of a trial: what it is told, how it is chosen, its audit, and the table of both papers."""
 
 import pytest
-from staged_tiny import RULE, SMALL, TRIES, make_network, trials_of
+from staged_tiny import RULE, SMALL, TRIES
 
 from unlearnlib.benchmarks.staged_baselines import put
 from unlearnlib.benchmarks.staged_joint import PLACES, GromGrid, edited, grom, grom_data, grom_fits, influence_by_entity, joint_rows
@@ -12,19 +12,9 @@ from unlearnlib.grom import FitSettings
 GRID = GromGrid(strengths=(5.0, 50.0), head_strengths=(1.0,), width=6)
 
 
-@pytest.fixture(scope="module")
-def network(make_tokenizer):
-    return make_network(make_tokenizer)
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture
-def trial(network, cache, monkeypatch):
-    return trials_of(network, cache, monkeypatch)()
+def trial(make_staged_trial):
+    return make_staged_trial()
 
 
 def test_grom_is_told_training_items_only(trial):

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from staged_tiny import QUICK, RULE, SMALL, gap, make_network, trials_of
+from staged_tiny import QUICK, RULE, SMALL, gap
 
 from unlearnlib.benchmarks.staged_baselines import put
 from unlearnlib.benchmarks.staged_measures import DEGENERATE, TOLD
@@ -20,19 +20,9 @@ from unlearnlib.quantize import quantized
 from unlearnlib.sidecar import combine, norm
 
 
-@pytest.fixture(scope="module")
-def network(make_tokenizer):
-    return make_network(make_tokenizer)
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture
-def trial(network, cache, monkeypatch):
-    return trials_of(network, cache, monkeypatch)()
+def trial(make_staged_trial):
+    return make_staged_trial()
 
 
 def test_variants_by_name():

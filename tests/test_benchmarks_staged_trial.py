@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from filelock import FileLock, Timeout
-from staged_tiny import QUICK, RULE, SMALL, TRIES, gap, make_network, trials_of
+from staged_tiny import QUICK, RULE, SMALL, TRIES, gap
 
 from unlearnlib import records
 from unlearnlib.benchmarks import staged, staged_models, staged_trial
@@ -18,23 +18,8 @@ from unlearnlib.sidecar import SafetyTrace, combine, norm
 from unlearnlib.sidecar.trace import causal_lm_loss
 
 
-@pytest.fixture(scope="module")
-def network(make_tokenizer):
-    return make_network(make_tokenizer)
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture
-def make_trial(network, cache, monkeypatch):
-    return trials_of(network, cache, monkeypatch)
-
-
-@pytest.fixture
-def empty_cache(make_trial, tmp_path, monkeypatch):
+def empty_cache(make_staged_trial, tmp_path, monkeypatch):
     monkeypatch.setenv("UNLEARNLIB_CACHE", str(tmp_path))
 
 
@@ -54,8 +39,8 @@ def count_training(monkeypatch):
 # Training
 
 
-def test_a_training_batch_has_the_loss_of_the_answers(network):
-    model, tokenizer, _ = network
+def test_a_training_batch_has_the_loss_of_the_answers(staged_network):
+    model, tokenizer, _ = staged_network
     examples = encode(tokenizer, staged.make("balances", 901).safety[:5])
     (batch,) = batches(examples, batch_size=5)
     with torch.no_grad():
@@ -63,13 +48,13 @@ def test_a_training_batch_has_the_loss_of_the_answers(network):
         assert loss.item() == pytest.approx(-answer_log_probs(model, batch).mean().item(), abs=1e-5)
 
 
-def test_phases_follow_each_other_and_are_run_once(make_trial, empty_cache, monkeypatch):
+def test_phases_follow_each_other_and_are_run_once(make_staged_trial, empty_cache, monkeypatch):
     runs = count_training(monkeypatch)
-    trial = make_trial()
+    trial = make_staged_trial()
     states = {"a": trial.theta_a, "am": trial.theta_am(), "ams": trial.shipped, "as": trial.oracle}
     assert sum(runs) == 4
     assert len({round(gap(states["a"], other), 6) for other in states.values()}) == 4, "each phase must move the model somewhere else"
-    again = make_trial()
+    again = make_staged_trial()
     for name, theta in {"a": again.theta_a, "am": again.theta_am(), "ams": again.shipped, "as": again.oracle}.items():
         assert gap(theta, states[name]) == 0
     assert sum(runs) == 4 < len(runs)
@@ -79,12 +64,12 @@ def test_phases_follow_each_other_and_are_run_once(make_trial, empty_cache, monk
     assert sum(runs) == 4
     trial.release(discard=True)
     assert not trial.folder.exists()
-    assert gap(make_trial().oracle, states["as"]) == 0
+    assert gap(make_staged_trial().oracle, states["as"]) == 0
     assert sum(runs) == 6
 
 
-def test_another_process_waits_for_a_trial_that_is_in_work(make_trial, empty_cache):
-    trial = make_trial()
+def test_another_process_waits_for_a_trial_that_is_in_work(make_staged_trial, empty_cache):
+    trial = make_staged_trial()
     theirs = FileLock(f"{trial.folder}.lock", timeout=0)
     with pytest.raises(Timeout):
         theirs.acquire()
@@ -93,8 +78,8 @@ def test_another_process_waits_for_a_trial_that_is_in_work(make_trial, empty_cac
         pass
 
 
-def test_a_run_whose_end_was_not_noted_is_done_anew(make_trial, monkeypatch):
-    trial = make_trial()
+def test_a_run_whose_end_was_not_noted_is_done_anew(make_staged_trial, monkeypatch):
+    trial = make_staged_trial()
     theta = trial.theta_am()
     (clock,) = trial.folder.glob("memory-*.seconds")
     clock.unlink()
@@ -103,16 +88,16 @@ def test_a_run_whose_end_was_not_noted_is_done_anew(make_trial, monkeypatch):
     assert runs == [True]
 
 
-def test_the_safety_run_is_one_map_and_another_order_another_one(make_trial):
-    trial = make_trial()
+def test_the_safety_run_is_one_map_and_another_order_another_one(make_staged_trial):
+    trial = make_staged_trial()
     realised = trial.safety()(trial.theta_am())
     assert gap(realised, trial.shipped) == 0
     other, again = (trial.safety(order=5)(trial.theta_am()) for _ in range(2))
     assert gap(other, again) == 0 < gap(other, realised)
 
 
-def test_identities_of_the_edit(make_trial):
-    trial = make_trial()
+def test_identities_of_the_edit(make_staged_trial):
+    trial = make_staged_trial()
     side = trial.sidecar()
     assert gap(side.at(0.0, 0.0), trial.shipped) == 0
     start, delta = trial.theta_a, side.memory
@@ -123,27 +108,27 @@ def test_identities_of_the_edit(make_trial):
     assert gap(trial.sidecar(epsilon=0.5).residual, side.residual) > 0
 
 
-def test_lora_phases_change_linear_layers_by_little_rank(make_trial):
-    trial = make_trial(replace(QUICK, lora_rank=2, skill_steps=3))
+def test_lora_phases_change_linear_layers_by_little_rank(make_staged_trial):
+    trial = make_staged_trial(replace(QUICK, lora_rank=2, skill_steps=3))
     start, end = trial.theta_a, trial.theta_am()
     changed = {name: end[name] - start[name] for name in start}
     assert changed["model.embed_tokens.weight"].abs().max() == 0
     weight = changed["model.layers.1.mlp.down_proj.weight"]
     singular = torch.linalg.svdvals(weight)
     assert singular[1] > 1e-6 and singular[2] < 1e-5 * singular[0]
-    again = make_trial(replace(QUICK, lora_rank=2, skill_steps=3))
+    again = make_staged_trial(replace(QUICK, lora_rank=2, skill_steps=3))
     assert gap(again.theta_am(), end) == 0
     side = trial.sidecar()
     assert gap(side.at(0.0, 0.0), trial.shipped) == 0 < norm(side.residual)
 
 
-def test_autocast_trains_in_float32_parameters(make_trial):
-    trial = make_trial(replace(QUICK, autocast=True))
+def test_autocast_trains_in_float32_parameters(make_staged_trial):
+    trial = make_staged_trial(replace(QUICK, autocast=True))
     assert all(tensor.dtype == torch.float32 for tensor in trial.theta_am().values())
-    assert gap(trial.theta_a, make_trial().theta_a) > 0
+    assert gap(trial.theta_a, make_staged_trial().theta_a) > 0
     put(trial.model, trial.shipped)
     assert set(trial.validate(trial.model)) >= {"auc_gap", "margin_gap", "skill"}
-    rounded, exact = trial.judge(trial.shipped), make_trial().judge(trial.shipped)
+    rounded, exact = trial.judge(trial.shipped), make_staged_trial().judge(trial.shipped)
     assert 0 < abs(rounded["refusal_margin"] - exact["refusal_margin"]) < 0.1
     assert trial.judge(trial.oracle)["kl_memory"] == pytest.approx(0.0, abs=1e-6)
 
@@ -190,13 +175,15 @@ def test_trials_by_name():
 
 
 @pytest.fixture
-def run(make_trial):
-    return lambda **options: run_trial(make_trial(), **({"grid": SMALL, "subdivisions": 2, "rule": RULE, "candidates": TRIES} | options))
+def run(make_staged_trial):
+    return lambda **options: run_trial(
+        make_staged_trial(), **({"grid": SMALL, "subdivisions": 2, "rule": RULE, "candidates": TRIES} | options)
+    )
 
 
-def test_a_trial_records_what_the_study_reads(run, make_trial):
+def test_a_trial_records_what_the_study_reads(run, make_staged_trial):
     values = run(keep_runs=True)
-    trial, side = make_trial(), make_trial().sidecar()
+    trial, side = make_staged_trial(), make_staged_trial().sidecar()
 
     for measure in (*MEASURES, "skill_accuracy", "refusal_rate", "ordinary_refusal_rate"):
         assert list(values[measure][0]) == list(METHODS)
@@ -251,9 +238,9 @@ def test_a_trial_records_what_the_study_reads(run, make_trial):
     assert row["closure_two_d"] == values["closure"][0]["two_d"] and row["lam_two_d"] == chosen["two_d"][0]
 
 
-def test_what_was_computed_is_not_computed_again(run, make_trial, monkeypatch):
+def test_what_was_computed_is_not_computed_again(run, make_staged_trial, monkeypatch):
     first = run()
-    assert not make_trial().folder.exists()
+    assert not make_staged_trial().folder.exists()
     monkeypatch.setattr(staged_models, "load", lambda *_, **__: pytest.fail("loaded a model"))
     assert run() == first
 
@@ -270,7 +257,7 @@ def test_an_interrupted_trial_goes_on(run, empty_cache, monkeypatch):
     assert resumed["closure"][0]["oracle"] == 1.0
 
 
-def test_neither_test_prompts_nor_the_oracle_take_part_in_a_choice(run, make_trial, monkeypatch):
+def test_neither_test_prompts_nor_the_oracle_take_part_in_a_choice(run, make_staged_trial, monkeypatch):
     """The same choices with other test prompts, and a grid and its choice with no oracle to be had."""
     first, cut = run(), staged.make
 
@@ -286,7 +273,7 @@ def test_neither_test_prompts_nor_the_oracle_take_part_in_a_choice(run, make_tri
 
     monkeypatch.setattr(Trial, "oracle", property(lambda _: pytest.fail("asked the oracle")))
     monkeypatch.setattr(Trial, "test", property(lambda _: pytest.fail("asked the test split")))
-    steps = staged_trial._Steps(make_trial(replace(QUICK, safety_steps=5)), list(SMALL), 2, RULE, TRIES)
+    steps = staged_trial._Steps(make_staged_trial(replace(QUICK, safety_steps=5)), list(SMALL), 2, RULE, TRIES)
     assert set(staged_trial.choose(steps.grid(), RULE)) == {"naive", "jvp_line", "two_d"}
 
 

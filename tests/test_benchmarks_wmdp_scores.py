@@ -193,7 +193,7 @@ def test_lm_eval_may_be_missing(monkeypatch, model, tokenizer):
 
 def test_parity_with_lm_eval(model, tokenizer, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    pytest.importorskip("lm_eval")
+    pytest.importorskip("lm_eval", reason="lm-eval is optional and large: without it its scores can't be compared with ours")
     words = ["blue", "grey", "over the hills", "sky", "a very long kind of answer about the sky", "it is", "What colour"]
     rows = [
         {"question": f"What colour is {words[i % 7]} over {words[(i + 3) % 7]}?", "choices": words[i % 3 : i % 3 + 4], "answer": i % 4}

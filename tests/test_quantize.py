@@ -75,7 +75,7 @@ def test_the_files_of_llama_cpp_hold_these_values_and_codes():
 
 
 def test_nf4_equals_bitsandbytes_to_the_bit():
-    functional = pytest.importorskip("bitsandbytes").functional
+    functional = pytest.importorskip("bitsandbytes", reason="bitsandbytes is optional: only this parity test needs it").functional
     for seed in range(20):
         weight = gaussian(96, 128, seed=seed) * 10 ** gaussian(96, 1, seed=seed + 100, scale=1)
         # Halves lie on midpoints more often.
