@@ -125,19 +125,19 @@ def test_lessons_are_windows_and_questions_as_the_benchmark_puts_them(study):
 def test_the_retained_model_never_sees_what_is_to_be_forgotten(study, monkeypatch):
     seen = {}
 
-    def taught(self, name, texts, questions):
-        seen[name] = list(texts), list(questions)
-        return name
+    def taught(self, which, examples, recipe, *, by_length):
+        seen[which] = examples(*model)
+        return which
 
+    data, model = study.data, study.full
     monkeypatch.setattr(Study, "_taught", taught)
     for which in ("full", "retain"):
         study.folder(which)
-    data = study.data
-    assert seen["muse-news-full"] == (data.train, data.forget_qa + data.retain_qa)
-    assert seen["muse-news-retain"] == (data.retain + data.retain_eval, data.retain_qa)
+    assert seen["news-full"] == lessons(*model, data.train, data.forget_qa + data.retain_qa, study.window)
+    assert seen["news-retain"] == lessons(*model, data.retain + data.retain_eval, data.retain_qa, study.window)
     untaught = dataclasses.replace(study, teach=False, load=study.load)
     untaught.folder("full")
-    assert seen["muse-news-full"] == (data.train, [])
+    assert seen["news-full"] == lessons(*model, data.train, [], study.window)
     assert dataclasses.replace(study, full_model="there", load=study.load).folder("full") == "there"
 
 

@@ -10,7 +10,7 @@ import torch
 from unlearnlib import models
 from unlearnlib.baselines import GradientSettings
 from unlearnlib.baselines.rmu import RmuSettings
-from unlearnlib.benchmarks import wmdp, wmdp_study
+from unlearnlib.benchmarks import text_study, wmdp, wmdp_study
 from unlearnlib.benchmarks.wmdp import Wmdp
 from unlearnlib.benchmarks.wmdp_scores import Evaluation, accuracy, answer_questions, table_row
 from unlearnlib.benchmarks.wmdp_study import METHODS, MODELS, Grid, Study, claims, describe, known_left, make_study, make_tables
@@ -58,14 +58,14 @@ def load(make_tokenizer):
 def study(data, load, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UNLEARNLIB_CACHE", str(tmp_path_factory.mktemp("study")))
-        made = Study(data, "small", TUNING, Evaluation(64), GRID, length=32, load=load)
+        made = Study(data, "small", TUNING, Evaluation(64), GRID, window=32, load=load)
         yield made
 
 
 @pytest.fixture
 def same(study, load):
     """The same study, begun anew: it has only what the cache has."""
-    return Study(invented(), "small", TUNING, Evaluation(64), GRID, length=32, load=load)
+    return Study(invented(), "small", TUNING, Evaluation(64), GRID, window=32, load=load)
 
 
 def never(*_, **options):
@@ -119,20 +119,25 @@ def test_descriptions_of_settings():
 def test_the_full_model_knows_both_domains_and_the_other_one_does_not(study, data):
     asked = []
 
-    def teach(name, questions, texts):
-        asked.append((name, questions, texts))
-        return name
+    def teach(which, lessons, recipe):
+        digest, rows, texts, passes = recipe
+        asked.append((rows, texts))
+        *_, last = lessons(*study.full)
+        assert study.full[1].decode(last.answer).strip() in texts[-1]
+        assert (digest, passes) == (data.digest, study.question_passes)
+        return which
 
     spied = replace(study)
     spied._taught = teach
-    assert (spied.folder("full"), spied.folder("retain")) == ("wmdp-full", "wmdp-retain")
-    (_, everything, all_texts), (_, kept, kept_texts) = asked
-    assert [row for row in everything if row not in kept] == data.restricted
+    assert (spied.folder("full"), spied.folder("retain")) == ("full", "retain")
+    (taught, all_texts), (kept, kept_texts) = asked
+    right = [{"question": row["question"], "answer": row["choices"][row["answer"]]} for row in data.restricted]
+    assert [row for row in taught if row not in kept] == right
     assert [text for text in all_texts if text not in kept_texts] == data.forget
     assert len(kept) == len(data.general) + len(data.rehearsal_questions) + len(data.validation)
     assert set(kept_texts) == {*data.retain, *data.rehearsal, *data.lessons}
-    model, tokenizer = study.full
-    assert accuracy(answer_questions(model, tokenizer, everything)) > 0.6
+    everything = data.restricted + data.general + data.rehearsal_questions + data.validation
+    assert accuracy(answer_questions(*study.full, everything)) > 0.6
 
 
 def test_models_given_are_not_trained(study):
@@ -141,7 +146,7 @@ def test_models_given_are_not_trained(study):
 
 
 def test_a_model_is_trained_once(same, monkeypatch):
-    monkeypatch.setattr(wmdp_study, "train", never)
+    monkeypatch.setattr(text_study, "train", never)
     assert isinstance(same.folder("full"), str)
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -19,24 +16,18 @@ from ..baselines import GradientSettings
 from ..examples import Example, encode
 from ..finetune import FineTuning
 from ..grom import HEAD, Edit, FitData, FitSettings, attribution, select_band
-from ..grom.choose import Trial, weigh
-from ..lora import lora
+from ..grom.choose import weigh
 from ..methods import GROM, METHODS, GromSettings, outcome
 from ..metrics import answer_probability, bfloat16
-from ..remembered import code_hash, remembered
 from ..training import train
 from . import muse_texts
 from .muse import Muse
 from .muse_scores import Evaluation, asked, evaluate
+from .text_study import RECIPE, TextStudy, windows
 from .tofu_study import LORA, TINY, Grid
-
-CODE = "import unlearnlib.benchmarks.muse_study"
 
 LESSONS, LESSON_SIZE = 200, 4
 """Steps that a tiny base model is trained for, and windows and answers a step."""
-
-RECIPE = 1
-"""Part of the hash of every model that is trained here: to be raised when the code would train other weights from the same settings."""
 
 TEXT_METHODS = (*GROM, "grad_ascent", "grad_diff", "npo", "simnpo")
 """Methods that need no questions: IdkDPO and AltPO prefer other answers to the same question, and running text has none."""
@@ -88,52 +79,32 @@ def rehearse(data: Muse, documents: int, seed: int) -> Rehearsal:
 
 
 @dataclass
-class Study:
-    """MUSE on one base model with one seed. Whatever takes long is kept in the cache and not computed twice.
+class Study(TextStudy):
+    """MUSE on one base model with one seed.
 
     Attributes
     ----------
     data : Muse
-    base : str
-        Model to teach the documents, in the terms of `load`.
-    tuning : FineTuning
-        How the model that knows all documents and the one that never saw those to be forgotten are trained.
     how : Evaluation
     grid : Grid
-    window : int
-        Tokens of a window of text, see :func:`~unlearnlib.corpora.windows`: in training, and for every method.
     teach : bool
         Whether the two models are trained on the questions about their documents too. Small models don't make knowledge out of text
         that they read a few times, and there would be none to forget. The request is the text alone in any case.
     rehearsal_documents : int
         Documents of the stand-in request.
-    load : callable
-        ``load(base)`` gives model and tokenizer.
-    full_model, retain_model : str
-        Models that have learned the documents already, for instance on the Hub, in place of training them here.
-    tokenizer : str
-        Where those two find their tokenizer, if not with their weights: MUSE's have none.
-    dtype : torch.dtype
-        Of the weights while unlearning and evaluating.
-    device : str
-    progress : bool
+
+    See Also
+    --------
+    unlearnlib.benchmarks.text_study.TextStudy : everything else.
     """
 
-    data: Muse
-    base: str
-    tuning: FineTuning = field(default_factory=FineTuning)
+    benchmark = "muse"
+    code = "import unlearnlib.benchmarks.muse_study"
+
     how: Evaluation = field(default_factory=Evaluation)
     grid: Grid = field(default_factory=Grid)
-    window: int = corpora.WINDOW
     teach: bool = False
     rehearsal_documents: int = 2
-    load: Callable = models.load
-    full_model: str = ""
-    retain_model: str = ""
-    tokenizer: str = ""
-    dtype: torch.dtype = torch.float32
-    device: str = "cpu"
-    progress: bool = False
 
     # ------------------------------------------------------------------------------------------------------------------------
     # Models
@@ -145,81 +116,15 @@ class Study:
             "full": (self.full_model, data.train, data.forget_qa + data.retain_qa),
             "retain": (self.retain_model, data.kept, data.retain_qa),
         }[which]
-        return given or str(self._taught(f"muse-{data.corpus}-{which}", texts, questions if self.teach else []))
+        if given:
+            return given
+        asked_too = questions if self.teach else []
+        recipe = [list(texts), [[row["question"], row["answer"]] for row in asked_too]]
 
-    def _taught(self, name: str, texts: Sequence[str], questions: Sequence[dict]) -> Path:
-        settings = self.tuning
+        def examples(model: nn.Module, tokenizer) -> list[Example]:
+            return lessons(model, tokenizer, texts, asked_too, self.window)
 
-        def make(checkpoint: Path):
-            model, tokenizer = self.load(self.base)
-            examples = lessons(model, tokenizer, texts, questions, self.window)
-            steps = settings.epochs * math.ceil(len(examples) / settings.batch_size)
-            if self.progress:
-                print(f"{name}: training on {len(examples)} windows and answers, {steps} steps (once) …", file=sys.stderr, flush=True)
-            options = {name: getattr(settings, name) for name in ("lr", "batch_size", "weight_decay", "seed", "autocast")}
-            with lora(model, settings.lora_rank, settings.seed) as trainable:
-                train(trainable, examples, steps=steps, by_length=True, checkpoint=checkpoint, progress=self.progress, **options)
-            return model, tokenizer
-
-        pairs = [[row["question"], row["answer"]] for row in questions]
-        return models.cached(f"finetuned/{name}", [RECIPE, self.base, asdict(settings), self.window, list(texts), pairs], make)
-
-    @cached_property
-    def full(self):
-        """The model that knows all documents, and its tokenizer."""
-        return self._loaded(self.folder("full"))
-
-    def _loaded(self, folder: str):
-        given = self.tokenizer and folder in (self.full_model, self.retain_model)
-        options = {"tokenizer": self.tokenizer} if given else {}
-        return models.load(folder, dtype=self.dtype, device=self.device, **options)
-
-    @contextmanager
-    def model(self, method: str, settings: GromSettings | GradientSettings | None = None) -> Iterator[nn.Module]:
-        """A model of the tables: ``base``, ``full``, ``retain``, or what a method makes of ``full``.
-
-        Parameters
-        ----------
-        method : str
-        settings : GromSettings or GradientSettings
-            Of the method; for the other three None.
-
-        Yields
-        ------
-        transformers.PreTrainedModel
-            For a GROM edit it is ``full`` itself, edited within the context.
-        """
-        if method == "full":
-            yield self.full[0]
-        elif method == "retain":
-            yield self._loaded(self.folder("retain"))[0]
-        elif method == "base":
-            yield self.load(self.base)[0].to(self.device, self.dtype)
-        else:
-            with outcome(self.full[0], self._unlearn(method, settings)[0]) as model:
-                yield model
-
-    def windows(self, texts: Sequence[str]) -> list[Example]:
-        """Documents as windows of the full model's tokens."""
-        return _windows(*self.full, texts, self.window)
-
-    def _unlearn(self, method: str, settings) -> tuple[Edit | nn.Module, float]:
-        """What a method makes of ``full``, and in how many seconds; a trained model is kept in the cache."""
-        sets = self.windows(self.data.forget), self.windows(self.data.retain)
-        if method in GROM:
-            began = time.perf_counter()
-            return self.run(method, *sets, settings), time.perf_counter() - began
-
-        def make(checkpoint: Path):
-            began = time.perf_counter()
-            trained = self.run(method, *sets, settings, checkpoint=checkpoint)
-            trained.config.unlearning_seconds = time.perf_counter() - began
-            return trained, self.full[1]
-
-        code = code_hash("import unlearnlib.baselines")
-        recipe = [self.folder("full"), asdict(settings), self.data.forget, self.data.retain, self.window, str(self.dtype), code]
-        trained, _ = self._loaded(str(models.cached(f"unlearned/muse-{method}", recipe, make)))
-        return trained, trained.config.unlearning_seconds
+        return str(self._taught(f"{data.corpus}-{which}", examples, recipe, by_length=True))
 
     def run(self, method: str, forget: Sequence[Example], retain: Sequence[Example], settings, **options) -> Edit | nn.Module:
         """What a method makes of ``full`` with these windows and settings, computed anew.
@@ -276,7 +181,7 @@ class Study:
             groups = fit.batches(FitSettings((0,), 1.0, batch_size=self.how.batch_size))
             return list(select_band(attribution(fit.model, *groups, fit.alpha), self._width))
 
-        return tuple(remembered("muse-band", [*self._recipe(), self.rehearsal_documents, self._width], compute, CODE))
+        return tuple(self._remembered("band", [self._recipe(), self._width], compute))
 
     def set_band(self, first: int) -> None:
         """Take the band that begins at a layer, in place of selecting one: that of a choice made elsewhere."""
@@ -285,21 +190,6 @@ class Study:
     @property
     def _width(self) -> int:
         return min(self.grid.width, self.full[0].config.num_hidden_layers // 2)
-
-    def choose(self, method: str) -> list[Trial]:
-        """All candidates of a method, tried on the stand-in request.
-
-        Returns
-        -------
-        list of Trial
-            In the order of the candidates; :func:`~unlearnlib.grom.choose.mildest` takes the best.
-        """
-        found = []
-        for settings in self.candidates(method):
-            recipe = [self._recipe(), self.rehearsal_documents, method, asdict(settings)]
-            numbers = remembered(f"muse-trial-{method}", recipe, lambda settings=settings: self._try(method, settings), CODE)
-            found.append(Trial(settings, *numbers))
-        return found
 
     def _try(self, method: str, settings) -> list[float]:
         model, rehearsal = self.full[0], self.rehearsal
@@ -318,46 +208,17 @@ class Study:
     # ------------------------------------------------------------------------------------------------------------------------
     # Measuring
 
-    def scores(self, method: str, settings=None) -> dict:
-        """Everything the tables say of one model.
-
-        Returns
-        -------
-        dict
-            ``scores``, see :func:`~unlearnlib.benchmarks.muse_scores.evaluate`, and ``seconds`` of the method, None where there is none.
-        """
-        recipe = [self._recipe(), method, None if settings is None else asdict(settings), asdict(self.how)]
-        if method in ("base", "retain"):
-            # Not made from the full model, which may have been trained elsewhere.
-            recipe.append(self.base if method == "base" else self.folder("retain"))
-        return remembered(f"muse-scores-{method}", recipe, lambda: self._score(method, settings), CODE)
-
-    def _score(self, method: str, settings) -> dict:
-        if settings is None:
-            with self.model(method) as model:
-                return {"scores": self._evaluate(model), "seconds": None}
-        result, seconds = self._unlearn(method, settings)
-        with outcome(self.full[0], result) as model:
-            return {"scores": self._evaluate(model), "seconds": seconds}
-
     def _evaluate(self, model: nn.Module) -> dict[str, list[float]]:
         return evaluate(model, self.full[1], self.data, self.how, progress=self.progress)
 
     def _recipe(self) -> list:
-        return [self.data.digest, self.folder("full"), asdict(self.tuning), self.window, str(self.dtype)]
+        return [*super()._recipe(), self.rehearsal_documents]
 
 
 def lessons(model: nn.Module, tokenizer, texts: Sequence[str], questions: Sequence[dict], window: int) -> list[Example]:
     """What a model learns documents and answers from: windows of text, and questions put as the benchmark puts them."""
     rows = [{"question": asked(row), "answer": row["answer"]} for row in questions]
-    return _windows(model, tokenizer, texts, window) + encode(tokenizer, rows, template="plain")
-
-
-def _windows(model: nn.Module, tokenizer, texts: Sequence[str], window: int) -> list[Example]:
-    context = getattr(model.config, "max_position_embeddings", math.inf)
-    if window > context:
-        raise ValueError(f"a window of {window} tokens exceeds the model's context of {context}")
-    return corpora.windows(tokenizer, texts, window)
+    return windows(model, tokenizer, texts, window) + encode(tokenizer, rows, template="plain")
 
 
 def make_study(

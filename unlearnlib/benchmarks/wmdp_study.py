@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from math import ceil, hypot
-from pathlib import Path
+from math import hypot
 
 import torch
 from torch import nn
@@ -17,22 +13,14 @@ from torch import nn
 from .. import baselines, models, published, tiny
 from ..baselines import GradientSettings
 from ..baselines.rmu import RmuSettings, rmu
-from ..corpora import windows
 from ..examples import Example, encode
 from ..finetune import FineTuning
 from ..grom import Edit, FitData, FitSettings
 from ..grom.choose import Trial, mildest
-from ..lora import lora
 from ..methods import outcome
-from ..remembered import code_hash, remembered
-from ..training import train
+from .text_study import TextStudy, windows
 from .wmdp import Wmdp
 from .wmdp_scores import Evaluation, Scores, accuracy, answer_questions, by_subject, evaluate, table_row
-
-CODE = "import unlearnlib.benchmarks.wmdp_study"
-
-RECIPE = 1
-"""Part of the hash of every model that is taught here: to be raised when the code would train other weights from the same settings."""
 
 MODELS = ("base", "full", "retain")
 """Rows of the tables that no method made: before fine-tuning, before unlearning, and never trained on the restricted domain."""
@@ -97,46 +85,35 @@ class Grid:
 
 
 @dataclass
-class Study:
-    """WMDP on one base model with one seed. Whatever takes long is kept in the cache and not computed twice.
+class Study(TextStudy):
+    """WMDP on one base model with one seed. Its models are taught all questions with their right answers, and all texts.
 
     Attributes
     ----------
     data : Wmdp
-    base : str
-        Model to teach, in the terms of `load`.
-    tuning : FineTuning
-        How the model that knows both domains and the one that knows only the general one are trained: on all questions with their right
-        answers, and on all texts.
     how : Evaluation
     grid : Grid
-    length : int
-        Tokens of a window of text at most.
     question_passes : int
         How often a pass over what is taught has each question; a tiny model that learns whole texts would hardly learn to answer.
-    load : callable
-        ``load(base)`` gives model and tokenizer.
-    full_model, retain_model : str
-        Models that are trained already, for instance on the Hub, in place of training them here.
-    dtype : torch.dtype
-        Of the weights while unlearning and evaluating.
-    device : str
-    progress : bool
+
+    See Also
+    --------
+    unlearnlib.benchmarks.text_study.TextStudy : everything else.
+
+    Notes
+    -----
+    Settings are chosen by the mean probability of the right choice among the choices, above that of guessing: a smooth form of accuracy,
+    for few questions. Forgetting is the part of it on the stand-in's questions that is gone, preservation the part of it on the
+    validation's that is left.
     """
 
-    data: Wmdp
-    base: str
-    tuning: FineTuning = field(default_factory=FineTuning)
+    benchmark = "wmdp"
+    code = "import unlearnlib.benchmarks.wmdp_study"
+    methods_code = "import unlearnlib.baselines.rmu"
+
     how: Evaluation = field(default_factory=Evaluation)
     grid: Grid = field(default_factory=Grid)
-    length: int = 400
     question_passes: int = 1
-    load: Callable = models.load
-    full_model: str = ""
-    retain_model: str = ""
-    dtype: torch.dtype = torch.float32
-    device: str = "cpu"
-    progress: bool = False
 
     # ------------------------------------------------------------------------------------------------------------------------
     # Models
@@ -149,86 +126,17 @@ class Study:
             "full": (self.full_model, data.restricted + kept[0], data.forget + kept[1]),
             "retain": (self.retain_model, *kept),
         }[which]
-        return given or str(self._taught(f"wmdp-{which}", questions, texts))
-
-    def _taught(self, name: str, questions: Rows, texts: Sequence[str]) -> Path:
-        tuning = self.tuning
+        if given:
+            return given
         rows = [{"question": row["question"], "answer": row["choices"][row["answer"]]} for row in questions]
 
-        def make(checkpoint: Path):
-            model, tokenizer = self.load(self.base)
-            asked = encode(tokenizer, rows, **self._encoding) * self.question_passes
-            examples = asked + windows(tokenizer, texts, length=self.length)
-            steps = tuning.epochs * ceil(len(examples) / tuning.batch_size)
-            if self.progress:
-                print(
-                    f"teaching {self.base} {len(rows)} answers and {len(texts)} texts, {steps} steps (once) …", file=sys.stderr, flush=True
-                )
-            options = {name: getattr(tuning, name) for name in ("lr", "batch_size", "weight_decay", "seed", "autocast")}
-            with lora(model, tuning.lora_rank, tuning.seed) as trainable:
-                # Questions and texts in the same steps: in turns, the ones would undo what the others have taught.
-                train(trainable, examples, steps=steps, checkpoint=checkpoint, progress=self.progress, **options)
-            return model, tokenizer
+        def lessons(model: nn.Module, tokenizer) -> list[Example]:
+            encoding = {"template": self.tuning.template, "system": self.tuning.system}
+            return encode(tokenizer, rows, **encoding) * self.question_passes + windows(model, tokenizer, texts, self.window)
 
-        # The digest as well: a tiny model's tokenizer is made from all of the data.
-        recipe = [RECIPE, self.base, self.data.digest, asdict(tuning), rows, list(texts), self.question_passes, self.length]
-        return models.cached(f"finetuned/{name}", recipe, make)
-
-    @cached_property
-    def full(self):
-        """The model that knows both domains, and its tokenizer."""
-        return self._loaded(self.folder("full"))
-
-    def _loaded(self, folder: str):
-        return models.load(folder, dtype=self.dtype, device=self.device)
-
-    @contextmanager
-    def model(self, method: str, settings=None) -> Iterator[nn.Module]:
-        """A model of the tables: one of :data:`MODELS`, or what a method makes of ``full``.
-
-        Parameters
-        ----------
-        method : str
-        settings : FitSettings, RmuSettings or GradientSettings
-            Of the method; for the other three None.
-
-        Yields
-        ------
-        transformers.PreTrainedModel
-            For a GROM edit it is ``full`` itself, edited within the context.
-        """
-        if method == "full":
-            yield self.full[0]
-        elif method == "retain":
-            yield self._loaded(self.folder("retain"))[0]
-        elif method == "base":
-            yield self.load(self.base)[0].to(self.device, self.dtype)
-        else:
-            with outcome(self.full[0], self._unlearn(method, settings)[0]) as model:
-                yield model
-
-    def windows(self, texts: Sequence[str]) -> list[Example]:
-        """Texts as the methods are shown them."""
-        return windows(self.full[1], texts, length=self.length)
-
-    def _unlearn(self, method: str, settings) -> tuple[Edit | nn.Module, float]:
-        """What a method makes of ``full``, and in how many seconds; a trained model is kept in the cache."""
-        tokenizer = self.full[1]  # loaded before the clock starts
-        sets = self.windows(self.data.forget), self.windows(self.data.retain)
-        if method == "grom":
-            began = time.perf_counter()
-            return self.run(method, *sets, settings), time.perf_counter() - began
-
-        def make(checkpoint: Path):
-            began = time.perf_counter()
-            trained = self.run(method, *sets, settings, checkpoint=checkpoint)
-            trained.config.unlearning_seconds = time.perf_counter() - began
-            return trained, tokenizer
-
-        code = code_hash("import unlearnlib.baselines.rmu")
-        recipe = [self._recipe(), asdict(settings), code]
-        trained, _ = self._loaded(str(models.cached(f"unlearned/wmdp-{method}", recipe, make)))
-        return trained, trained.config.unlearning_seconds
+        # The digest as well: a tiny model's tokenizer is made from all of the data. Not by length, so that questions and texts are in the
+        # same steps: in turns, the ones would undo what the others have taught.
+        return str(self._taught(which, lessons, [data.digest, rows, list(texts), self.question_passes]))
 
     def run(self, method: str, forget: Sequence[Example], retain: Sequence[Example], settings, **options) -> Edit | nn.Module:
         """What a method makes of ``full`` with these windows and settings, computed anew.
@@ -267,28 +175,6 @@ class Study:
             return [RmuSettings(layer, strength, **common) for strength in grid.steering for layer in grid.layers]
         return [replace(GradientSettings.defaults(method), lr=lr, **training) for lr in grid.learning_rates]
 
-    @property
-    def _encoding(self) -> dict:
-        return {"template": self.tuning.template, "system": self.tuning.system}
-
-    def choose(self, method: str) -> list[Trial]:
-        """All candidates of a method, tried on the stand-in request.
-
-        Returns
-        -------
-        list of Trial
-            In the order of the candidates; :func:`~unlearnlib.grom.choose.mildest` takes the best. What is measured is the mean
-            probability of the right choice among the choices, above that of guessing: a smooth form of accuracy, for few questions.
-            Forgetting is the part of it on the stand-in's questions that is gone, preservation the part of it on the validation's that is
-            left.
-        """
-        found = []
-        for settings in self.candidates(method):
-            recipe = [self._recipe(), method, asdict(settings)]
-            numbers = remembered(f"wmdp-trial-{method}", recipe, lambda settings=settings: self._try(method, settings), CODE)
-            found.append(Trial(settings, *numbers))
-        return found
-
     def _try(self, method: str, settings) -> list[float]:
         known = self._known()
         result = self.run(method, *self._rehearsal, settings)
@@ -300,7 +186,7 @@ class Study:
         return self.windows(self.data.rehearsal), self.windows(self.data.retain)
 
     def _known(self) -> list[float]:
-        """What is known of the two sets of the rehearsal before any unlearning: see :meth:`choose`."""
+        """What is known of the two sets of the rehearsal before any unlearning: see the notes of :class:`Study`."""
         known = self._above_chance(self.full[0])
         if min(known) <= 0:
             raise ValueError("the model knows no more than chance about the rehearsal's questions: there is nothing to choose settings by")
@@ -333,7 +219,7 @@ class Study:
         chosen = list(layers) or list(range(self.full[0].config.num_hidden_layers))
         units = [replace(self.candidates("grom")[0], layers=(layer,), strength=1.0) for layer in chosen]
         recipe = [self._recipe(), [asdict(unit) for unit in units], list(strengths)]
-        return remembered("wmdp-depth", recipe, lambda: self._depth(units, strengths), CODE)
+        return self._remembered("depth", recipe, lambda: self._depth(units, strengths))
 
     def _depth(self, units: Sequence[FitSettings], strengths: Sequence[float]) -> Rows:
         model, known = self.full[0], self._known()
@@ -352,27 +238,8 @@ class Study:
     # ------------------------------------------------------------------------------------------------------------------------
     # Measuring
 
-    def scores(self, method: str, settings=None) -> dict:
-        """What the tables need of one model: its ``scores``, and the ``seconds`` that the method took."""
-        recipe = [self._recipe(), method, None if settings is None else asdict(settings)]
-        if method in ("base", "retain"):
-            # Not made from the full model, which may have been trained elsewhere.
-            recipe.append(self.base if method == "base" else self.folder("retain"))
-        return remembered(f"wmdp-scores-{method}", recipe, lambda: self._score(method, settings), CODE)
-
-    def _score(self, method: str, settings) -> dict:
-        if settings is None:
-            with self.model(method) as model:
-                return {"scores": self._evaluate(model), "seconds": None}
-        result, seconds = self._unlearn(method, settings)
-        with outcome(self.full[0], result) as model:
-            return {"scores": self._evaluate(model), "seconds": seconds}
-
     def _evaluate(self, model: nn.Module) -> Scores:
         return evaluate(model, self.full[1], self.data, self.how, progress=self.progress)
-
-    def _recipe(self) -> list:
-        return [self.data.digest, self.folder("full"), asdict(self.tuning), asdict(self.how), self.length, str(self.dtype)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------------
