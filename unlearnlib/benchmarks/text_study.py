@@ -256,7 +256,7 @@ def windows(model: nn.Module, tokenizer, texts: Sequence[str], window: int) -> l
     tokenizer : transformers.PreTrainedTokenizerBase
     texts : sequence of str
     window : int
-        Tokens of a window.
+        Tokens of a window at most.
 
     Returns
     -------
@@ -265,9 +265,10 @@ def windows(model: nn.Module, tokenizer, texts: Sequence[str], window: int) -> l
     Raises
     ------
     ValueError
-        If the window exceeds the model's context.
+        If a window exceeds the model's context.
     """
-    context = getattr(model.config, "max_position_embeddings", inf)
-    if window > context:
-        raise ValueError(f"a window of {window} tokens exceeds the model's context of {context}")
-    return corpora.windows(tokenizer, texts, window)
+    found = corpora.windows(tokenizer, texts, window)
+    context, longest = getattr(model.config, "max_position_embeddings", inf), max(map(len, found))
+    if longest > context:
+        raise ValueError(f"a window of {longest} tokens exceeds the model's context of {context}")
+    return found
