@@ -13,7 +13,8 @@ from unlearnlib.baselines.rmu import RmuSettings
 from unlearnlib.benchmarks import text_study, wmdp, wmdp_study
 from unlearnlib.benchmarks.wmdp import Wmdp
 from unlearnlib.benchmarks.wmdp_scores import Evaluation, accuracy, answer_questions, table_row
-from unlearnlib.benchmarks.wmdp_study import METHODS, MODELS, Grid, Study, claims, describe, known_left, make_study, make_tables
+from unlearnlib.benchmarks.wmdp_study import METHODS, MODELS, Grid, Study, make_study
+from unlearnlib.benchmarks.wmdp_tables import claims, describe, known_left, make_tables
 from unlearnlib.examples import Example
 from unlearnlib.finetune import FineTuning
 from unlearnlib.grom import FitData, FitSettings

@@ -10,22 +10,8 @@ from unlearnlib import models, tiny
 from unlearnlib.baselines.editors import EDITORS, NOT_ESTABLISHED, SETTINGS, key_moments
 from unlearnlib.benchmarks import zsre, zsre_study
 from unlearnlib.benchmarks.zsre_scores import EDITING, PROTOCOLS, Evaluation, evaluate, first, table_row
-from unlearnlib.benchmarks.zsre_study import (
-    BEFORE,
-    GROM,
-    METHODS,
-    NAMES,
-    NOT_EDITABLE,
-    Grid,
-    Study,
-    Tables,
-    blank_rows,
-    claims,
-    describe,
-    lessons,
-    make_study,
-    make_tables,
-)
+from unlearnlib.benchmarks.zsre_study import BEFORE, GROM, METHODS, Grid, Study, lessons, make_study
+from unlearnlib.benchmarks.zsre_tables import NAMES, NOT_EDITABLE, Tables, blank_rows, claims, describe, make_tables
 from unlearnlib.examples import encode
 from unlearnlib.grom import HEAD
 from unlearnlib.grom.choose import mildest
