@@ -1,6 +1,7 @@
 """The quantisation attack: recovery and verdict by hand, each model rounded within its edit, and updates that exporting again undoes."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from unlearnlib.benchmarks import tofu
 from unlearnlib.benchmarks.tofu_quantization import (
     NONE,
     attack,
+    chosen_settings,
     exported_again,
     grid_shares,
     recovery,
@@ -168,11 +170,12 @@ def test_the_size_of_an_update_is_that_of_the_matrices_it_changed():
 @pytest.mark.parametrize("method", ["retain", "grom", "npo"])
 def test_each_model_is_rounded_as_it_is_and_measured_against_the_one_before(study, method, snapshot):
     before = snapshot(study.full[0])
-    found = attack(study, method, ["nf4"])
+    settings = chosen_settings(study, method)
+    assert settings == (None if method == "retain" else study.candidates(method)[0])
+    found = attack(study, method, ["nf4"], settings)
     assert snapshot(study.full[0]) == before
     assert list(found) == [NONE, "nf4"]
     original = {name: weight.clone() for name, weight in block_weights(study.full[0]).items()}
-    settings = None if method == "retain" else study.candidates(method)[0]
     with study.model(method, settings) as model:
         assert found[NONE]["answers"] == say(model, study.full[1], study.data.forget, study.how)
         expected = update_survival(original, block_weights(model), "nf4")
@@ -190,12 +193,30 @@ def test_each_model_is_rounded_as_it_is_and_measured_against_the_one_before(stud
     assert len(expected.matrices) == (2 if method == "grom" else 7 * 4)
 
 
+def test_settings_are_taken_from_the_first_record_that_chose_the_method(study, monkeypatch):
+    study = replace(study, grid=replace(study.grid, strengths=(5.0, 15.0), head_strengths=(20.0, 60.0), learning_rates=(1e-4, 2e-4)))
+
+    def record(method, chosen, band):
+        choices = [{"method": method, "candidate": i, "chosen": i == chosen, "band": band} for i in range(2)]
+        return {"values": {"choices": choices}}
+
+    records = [record("npo", 1, None), record("grom", 1, 1), record("grom", 0, 0)]
+    monkeypatch.setattr(Study, "choose", lambda *_: pytest.fail("chosen again"))
+    assert chosen_settings(study, "npo", records).lr == 2e-4
+    fit = chosen_settings(study, "grom", records).fit
+    assert (fit.layers, fit.strength) == ((1, 2), 15.0)
+    assert chosen_settings(study, "full", records) is None
+    with pytest.raises(BaseException, match="chosen again"):
+        chosen_settings(study, "simnpo", records)
+
+
 def test_an_edit_of_the_head_is_rounded_only_if_the_head_is(study, snapshot):
     before = snapshot(study.full[0])
-    spared = attack(study, "grom_head", ["nf4"])
+    settings = chosen_settings(study, "grom_head")
+    spared = attack(study, "grom_head", ["nf4"], settings)
     assert spared["nf4"]["update"] | {"codes_changed": None} == spared[NONE]["update"]
     assert spared["nf4"]["update"]["update_survival"] == 1
-    rounded = attack(study, "grom_head", ["nf4"], head=True)
+    rounded = attack(study, "grom_head", ["nf4"], settings, head=True)
     assert rounded["nf4"]["update"]["codes_changed"] > 0
     assert rounded["nf4"]["answers"]["prob"] != spared["nf4"]["answers"]["prob"]
     assert rounded[NONE]["answers"] == spared[NONE]["answers"]

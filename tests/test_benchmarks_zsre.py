@@ -178,10 +178,11 @@ def test_a_broken_file_is_named_with_its_line(tmp_path, case):
         zsre.load("zsre", tmp_path / "zsre.json")
 
 
-def test_rows_without_a_false_answer_and_repeated_questions_are_left_out(tmp_path):
+def test_rows_without_a_false_answer_of_their_own_and_repeated_questions_are_left_out(tmp_path):
     records = [
         MEND,
         MEND | {"src": "Where is Mont Blanc?", "alt": ""},
+        MEND | {"src": "Which mountains has Mont Blanc?", "alt": "alps"},
         MEND | {"answers": ["Himalayas"]},
         MEND | {"src": "And Mont Blanc?"},
     ]

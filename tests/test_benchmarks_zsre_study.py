@@ -93,7 +93,7 @@ def test_candidates_are_published_values_and_multiples_of_them(study):
     for editor in EDITORS:
         assert len(study.candidates(editor)) == len(study.candidates("grom"))
         published = SETTINGS[editor]((0,))
-        varied = {"layers", "template", "prefix_lengths", "v_steps", "clamp", "mom2_weight", "l2", "general_weight"}
+        varied = {"layers", "v_lr", "template", "prefix_lengths", "v_steps", "clamp", "mom2_weight", "l2", "general_weight"}
         for one in study.candidates(editor):
             assert (one.template, one.prefix_lengths) == ("plain", ())
             assert {k: v for k, v in asdict(one).items() if k not in varied} == {
@@ -329,7 +329,7 @@ def test_errors_come_before_any_work(study, monkeypatch, options, message):
 def row(method, efficacy, specificity, seconds, facts=10, half=0.05):
     found = {"method": method, "facts": facts, "seconds": seconds, "final": (specificity + 1 - efficacy) / 2}
     for name, value in (("efficacy", efficacy), ("generalization", efficacy), ("specificity", specificity)):
-        found |= {name: value, f"{name}_low": value - half, f"{name}_high": value + half}
+        found |= {name: value, f"{name}_exact": value - 0.1, f"{name}_low": value - half, f"{name}_high": value + half}
     return found
 
 
@@ -346,6 +346,12 @@ def test_claims():
     assert (found["one solve dilutes"]["grom"], found["one solve dilutes"]["verdict"]) == (0.6, "holds")
     assert not any("fast" in claim for claim in found), "seconds of one run decide nothing"
 
+    # Of two sizes, both efficacies are uncertain.
+    for many, verdict in ((0.16, "can't be told"), (0.18, "holds"), (0.02, "doesn't hold")):
+        few = [row("grom", 0.1, 0.8, 1.0), row("grom", many, 0.8, 2.0, facts=100)]
+        found = by_claim(Tables(few[:1], few))
+        assert found["one solve dilutes"]["verdict"] == verdict
+
     # Another forgets as well and keeps more; the difference of Final is within the noise.
     rows[2] = row("rome", 0.1, 0.82, 0.5)
     found = by_claim(Tables(rows, rows))
@@ -357,7 +363,7 @@ def test_claims():
     assert [claim["claim"] for claim in claims(Tables([rows[1]], [rows[1]]))] == []
 
 
-@pytest.mark.parametrize(("taught", "verdict"), [(0.4, NOT_EDITABLE), (0.5, "holds")])
+@pytest.mark.parametrize(("taught", "verdict"), [(0.5, NOT_EDITABLE), (0.6, "holds")])
 def test_nothing_holds_against_editors_that_cannot_edit(taught, verdict):
     rows = [row("grom", 0.1, 0.8, 1.0), row("rome", 0.3, 0.7, 9.0)]
     editing = [row("full", 0.9, 0.9, None), row("rome", taught, 0.9, 1.0), row("memit", 0.2, 0.9, 1.0)]
@@ -382,7 +388,8 @@ def test_lessons_have_the_phrasings_and_the_unrelated_questions_once(split):
     items = lessons(split)
     questions = [item["question"] for item in items]
     assert len(set(questions)) == len(questions)
-    shown = [prompt for fact in split.forget for prompt in (fact["prompt"], fact["paraphrases"][0])]
+    twice = [*split.forget, *split.stand_in, *split.validation]
+    shown = [prompt for fact in twice for prompt in (fact["prompt"], fact["paraphrases"][0])]
     kept = [fact["prompt"] for fact in split.retain]
     assert set(questions) == {*shown, *kept, *(question["prompt"] for question in split.unrelated)}
     answers = {fact["prompt"]: fact["answer"] for fact in split.forget}
@@ -415,21 +422,10 @@ def test_a_study_of_a_base_model(split, taught, monkeypatch, tmp_path):
     assert study._recipe()[0] == tmp_path.name
     ((base, items, settings),) = tuned
     assert (base, items, settings.epochs, settings.seed, settings.template) == ("some/model", lessons(split), 3, 2, "plain")
-    assert settings.autocast and study.how.autocast and study.candidates("rome")[0].autocast
+    assert settings.autocast and study.candidates("rome")[0].autocast
+    assert {study.candidates(editor)[0].v_lr for editor in ("rome", "memit", "alpha_edit")} == {0.5}
     assert loaded == ["some/model", str(tmp_path)]
     assert set(GROM) <= set(METHODS)
-
-
-def test_bfloat16_arithmetic_changes_little(study):
-    one, other = (
-        evaluate(
-            study.model, study.tokenizer, study.split.forget, study.split.unrelated, how=Evaluation(max_new_tokens=0, autocast=autocast)
-        )
-        for autocast in (False, True)
-    )
-    for measure in one:
-        assert one[measure]["prob"] == pytest.approx(other[measure]["prob"], abs=0.1)
-        assert one[measure]["prob"] != other[measure]["prob"]
 
 
 def test_first_scores(study):

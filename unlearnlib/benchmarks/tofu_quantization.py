@@ -5,16 +5,18 @@ Two things are told apart: what rounding does to a method's update of the weight
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 
 import torch
 from torch import Tensor, nn
 
+from ..baselines import GradientSettings
 from ..examples import encode, encode_question
 from ..grom.anatomy import Anatomy
 from ..grom.choose import mildest
+from ..methods import GromSettings
 from ..metrics import bfloat16, generate
 from ..quantize import SCHEMES, Survival, block_weights, on_grid, quantized, update_survival
 from ..remembered import remembered
@@ -22,7 +24,7 @@ from ..stats import bootstrap_interval
 from ..unlearning_metrics import rouge_l, teacher_forced
 from .tofu_scores import Evaluation, mean
 from .tofu_study import Study
-from .tofu_tables import MODELS
+from .tofu_tables import MODELS, _settings
 
 CODE = "import unlearnlib.benchmarks.tofu_quantization"
 
@@ -49,17 +51,44 @@ Answers = dict[str, list[float]]
 # The attack
 
 
-def attack(study: Study, method: str, schemes: Sequence[str], *, head: bool = False) -> dict[str, dict]:
+def chosen_settings(study: Study, method: str, gathered: Iterable[Mapping] = ()) -> GromSettings | GradientSettings | None:
+    """Settings of a method as another run's record has them, or else as the study chooses them; None for a model that no method made.
+
+    Parameters
+    ----------
+    study : Study
+    method : str
+        From :data:`~unlearnlib.methods.METHODS` or :data:`~unlearnlib.benchmarks.tofu_tables.MODELS`.
+    gathered : iterable of record
+        Records of the TOFU page, on the same grid; the first that tried the method counts.
+
+    Returns
+    -------
+    GromSettings, GradientSettings or None
+    """
+    if method in MODELS:
+        return None
+    for record in gathered:
+        choices = [choice for choice in record["values"]["choices"] if choice["method"] == method]
+        if choices:
+            return _settings(study, method, choices)
+    return mildest(study.choose(method)).settings
+
+
+def attack(
+    study: Study, method: str, schemes: Sequence[str], settings: GromSettings | GradientSettings | None = None, *, head: bool = False
+) -> dict[str, dict]:
     """What a model of the study says of the forget rows, as it is and rounded; kept in the cache.
 
     Parameters
     ----------
     study : Study
     method : str
-        From :data:`~unlearnlib.methods.METHODS`, with the settings that the study chooses, or from
-        :data:`~unlearnlib.benchmarks.tofu_tables.MODELS`.
+        From :data:`~unlearnlib.methods.METHODS` or :data:`~unlearnlib.benchmarks.tofu_tables.MODELS`.
     schemes : sequence of str
         Keys of :data:`~unlearnlib.quantize.SCHEMES`.
+    settings : GromSettings or GradientSettings, optional
+        Of the method, see :func:`chosen_settings`; None for a model that no method made.
     head : bool
         Whether the LM head is rounded as well, see :func:`~unlearnlib.quantize.block_weights`.
 
@@ -69,7 +98,6 @@ def attack(study: Study, method: str, schemes: Sequence[str], *, head: bool = Fa
         By scheme, :data:`NONE` first: ``answers``, see :data:`Answers`, and ``update``, the change from the model before unlearning:
         ``update_size``, see :func:`size`, and what rounding leaves of it, see :func:`describe`; None for a model that no method made.
     """
-    settings = None if method in MODELS else mildest(study.choose(method)).settings
     made = None if settings is None else asdict(settings)
     recipe = [study.data.digest, study.base, study.folder("full"), method, made, asdict(study.how), str(study.dtype), *schemes, head]
     if method == "retain":

@@ -207,7 +207,8 @@ class Study(TextStudy):
         Returns
         -------
         list of dict
-            One a layer and strength, with ``layer``, ``strength``, ``forgetting`` and ``preservation`` as in :meth:`choose`.
+            One a layer and strength, with ``layer``, ``strength``, ``forgetting`` and
+            ``preservation`` as in :meth:`~unlearnlib.benchmarks.text_study.TextStudy.choose`.
         """
         chosen = list(layers) or list(range(self.full[0].config.num_hidden_layers))
         units = [replace(self.candidates("grom")[0], layers=(layer,), strength=1.0) for layer in chosen]

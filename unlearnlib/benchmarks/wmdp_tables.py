@@ -51,7 +51,7 @@ def make_tables(study: Study, methods: Sequence[str], gathered: Iterable[Mapping
     ----------
     study : Study
     methods : sequence of str
-        Names from :data:`MODELS` and :data:`METHODS`.
+        Names from :data:`~unlearnlib.benchmarks.wmdp_study.MODELS` and :data:`~unlearnlib.benchmarks.wmdp_study.METHODS`.
     gathered : iterable of record
         Records of other runs of the page. Rows and choices of the same questions are taken over; of what several have, the first one's.
 

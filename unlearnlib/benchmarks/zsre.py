@@ -47,8 +47,8 @@ def load(dataset: str, source: str | os.PathLike = "", *, rows: int | None = Non
     -------
     list of dict
         ``subject``; ``prompt``, which contains it; ``answer``, the true one; ``target``, a false one of the same kind; ``paraphrases``,
-        a list of prompts with the same answer; ``unrelated``, a list of dicts with ``prompt`` and ``answer``. Rows of zsRE without a
-        false answer are left out, as is a row that asks what an earlier one asks.
+        a list of prompts with the same answer; ``unrelated``, a list of dicts with ``prompt`` and ``answer``. Rows whose false answer
+        is missing or is the true one are left out, as is a row that asks what an earlier one asks.
 
     Raises
     ------
@@ -72,6 +72,8 @@ def load(dataset: str, source: str | os.PathLike = "", *, rows: int | None = Non
         facts = _from_hub(dataset) if source == "hub" else _read(_file(dataset, source), dataset)
     else:
         raise ValueError(f"dataset must be one of {', '.join((BUNDLED, *FILE_DATASETS))}, got {dataset!r}")
+    # Some rows of zsRE have the true answer for the false one.
+    facts = [fact for fact in facts if fact["target"].casefold() != fact["answer"].casefold()]
     facts = list({fact["prompt"]: fact for fact in reversed(facts)}.values())[::-1]
     if rows is not None and not 1 <= rows <= len(facts):
         raise ValueError(f"{rows} rows are wanted; {dataset} has {len(facts)}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..examples import Example, encode_question
-from ..metrics import bfloat16, contains_answer, generate, repeated_ngram_rate
+from ..metrics import contains_answer, generate, repeated_ngram_rate
 from ..stats import bootstrap_interval
 from ..unlearning_metrics import teacher_forced
 
@@ -46,13 +46,10 @@ class Evaluation:
         Facts scored at once; changes no result beyond rounding.
     max_new_tokens : int
         Where the model's own answers are cut; 0 leaves them out.
-    autocast : bool
-        Whether to compute in bfloat16, see :func:`~unlearnlib.metrics.bfloat16`.
     """
 
     batch_size: int = 32
     max_new_tokens: int = 12
-    autocast: bool = False
 
 
 def encode_pairs(tokenizer, pairs: Sequence[tuple[str, str]]) -> list[Example]:
@@ -129,8 +126,7 @@ def evaluate(
     found: Scores = {}
     for measure, groups in asked.items():
         examples = encode_pairs(tokenizer, [pair for group in groups for pair in group])
-        with bfloat16(model, how.autocast):
-            answers = iter(teacher_forced(model, examples, batch_size=how.batch_size, progress=progress))
+        answers = iter(teacher_forced(model, examples, batch_size=how.batch_size, progress=progress))
         scored = [[next(answers) for _ in group] for group in groups]
         found[measure] = {
             "token": [_mean([answer.hits.double().mean().item() for answer in group]) for group in scored],
@@ -140,8 +136,7 @@ def evaluate(
     if how.max_new_tokens:
         prompts = [example.prompt for example in encode_pairs(tokenizer, [(fact["prompt"], fact[field]) for fact in facts])]
         options = {"max_new_tokens": how.max_new_tokens, "batch_size": how.batch_size, "progress": progress}
-        with bfloat16(model, how.autocast):
-            texts = generate(model, tokenizer, prompts, **options)
+        texts = generate(model, tokenizer, prompts, **options)
         found["own"] = {
             "said": [float(contains_answer(text, fact[field])) for text, fact in zip(texts, facts, strict=True)],
             "repeated_4gram": [repeated_ngram_rate(text) for text in texts],

@@ -39,6 +39,9 @@ PUBLISHED_STRENGTHS = {"grom_head": 20.0, "grom": 65.0}
 """β of the GROM paper: of its LM-head edit for zsRE, and of the band for the smaller of its two TOFU models (none is published for a band
 and zsRE)."""
 
+VALUE_LR = 0.5
+"""Learning rate of every search for a value, ROME's and MEMIT's; AlphaEdit's smaller one was set for the activations of Llama 3."""
+
 TINY = "tiny-"
 """A base model whose name begins so is a tiny one of the family that follows, which is trained here to know all facts by heart."""
 
@@ -69,6 +72,8 @@ class Grid:
         Facts whose values ROME seeks before it writes any of them; 1 as published, more are faster.
     value_batch_size : int
         Facts whose values are sought at once; changes no result.
+    autocast : bool
+        Whether values are sought in bfloat16.
     """
 
     multiples: tuple[float, ...] = (0.0625, 0.25, 1.0, 4.0)
@@ -82,6 +87,7 @@ class Grid:
     contexts: int = -1
     rome_round: int = 1
     value_batch_size: int = 16
+    autocast: bool = False
 
     def __post_init__(self):
         if not self.multiples or len(self.multiples) != len(self.depths) * len(self.relaxations):
@@ -151,7 +157,8 @@ class Study:
             return [GromSettings(FitSettings(where, multiple * published, **common), template="plain") for multiple in grid.multiples]
         if method not in EDITORS:
             raise ValueError(f"unknown method {method!r}: use {', '.join(METHODS)}")
-        published = SETTINGS[method]((0,), template="plain", batch_size=grid.value_batch_size, autocast=self.how.autocast)
+        options = {"template": "plain", "batch_size": grid.value_batch_size, "autocast": grid.autocast}
+        published = SETTINGS[method]((0,), v_lr=VALUE_LR, **options)
         if grid.contexts >= 0:
             published = replace(published, prefix_lengths=(_CONTEXT_LENGTH,) * grid.contexts)
         if method == "rome":
@@ -290,12 +297,12 @@ class Study:
             "clamp": 1e6,
             "v_decay": 0.0,
             "kl_factor": 0.0,
-            "v_lr": _FREE_LR,
+            "v_lr": VALUE_LR,
             "v_steps": steps,
             "prefix_lengths": (),
             "template": "plain",
         }
-        free |= {"batch_size": self.grid.value_batch_size, "autocast": self.how.autocast}
+        free |= {"batch_size": self.grid.value_batch_size, "autocast": self.grid.autocast}
 
         def compute(layer: int) -> list[float]:
             settings, module = MemitSettings((max(layer, 0),), **free), self.model.get_input_embeddings() if layer < 0 else None
@@ -373,24 +380,22 @@ class Study:
 _CONTEXT_LENGTH = 10
 """Tokens of the texts in front of a fact, as in the code of MEMIT and AlphaEdit."""
 
-_FREE_LR = 0.1
-"""Learning rate where an activation may be anything."""
-
 
 def _items(facts: Sequence[dict]) -> list[dict]:
     return [{"question": fact["prompt"], "answer": fact["answer"]} for fact in facts]
 
 
 def lessons(split: Split) -> list[dict]:
-    """What a model must have learned for the harness to mean something: the facts to forget in both phrasings, those to keep, and the
-    unrelated questions.
+    """What a model must have learned for the harness to mean something: the facts to forget in both phrasings, those to keep, of which
+    those of the rehearsal in both too, and the unrelated questions.
 
     Returns
     -------
     list of dict
         ``question`` and ``answer``, no question twice.
     """
-    pairs = [(prompt, fact["answer"]) for fact in split.forget for prompt in (fact["prompt"], fact["paraphrases"][0])]
+    twice = [*split.forget, *split.stand_in, *split.validation]
+    pairs = [(prompt, fact["answer"]) for fact in twice for prompt in (fact["prompt"], fact["paraphrases"][0])]
     pairs += [(fact["prompt"], fact["answer"]) for fact in split.retain]
     pairs += [(question["prompt"], question["answer"]) for question in split.unrelated]
     return [{"question": question, "answer": answer} for question, answer in dict(reversed(pairs)).items()][::-1]
@@ -433,7 +438,8 @@ def make_study(
     dtype : str
         Name of a torch type.
     autocast : bool
-        Whether training, the search for values and scoring compute in bfloat16; weights, keys and all systems keep their type.
+        Whether training and the search for values compute in bfloat16; weights, keys, all systems and scoring keep their type. Of two
+        near tokens, bfloat16 can't say which is the argmax.
     device : str
     progress : bool
 
@@ -461,4 +467,4 @@ def make_study(
         return name, *models.load(source, dtype=getattr(torch, dtype), device=device)
 
     fields = {key: tuple(value) if isinstance(value, list) else value for key, value in (grid or {}).items()}
-    return Study(split, load, Grid(**fields), Evaluation(eval_batch_size, max_new_tokens, autocast), progress)
+    return Study(split, load, Grid(**fields, autocast=autocast), Evaluation(eval_batch_size, max_new_tokens), progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ NAMES = COMMON_NAMES | {"zero_unlearn_gd": "ZeroUnlearn-GD"}
 """How a table or a picture calls a method."""
 
 EDITABLE = 0.5
-"""Editors count in a comparison if the best of them gets to this efficacy in the editing harness, which is what they were built for."""
+"""Editors count in a comparison if the best of them makes the model say this share of the new answers, whole: what they were built for."""
 
 NOT_EDITABLE = "can't be told: no editor can edit this model"
 """The verdict on what would hold against editors where none gets so far."""
@@ -40,7 +41,7 @@ class Tables:
     choices : list of dict
         See :func:`~unlearnlib.benchmarks.choices.choice_rows`.
     reach : list of dict
-        See :meth:`Study.reach`.
+        See :meth:`~unlearnlib.benchmarks.zsre_study.Study.reach`.
     """
 
     rows: list[dict] = field(default_factory=list)
@@ -52,7 +53,7 @@ class Tables:
     @property
     def editable(self) -> bool:
         """Whether editors can edit the model, as far as that was measured: see :data:`EDITABLE`."""
-        found = [row["efficacy"] for row in self.editing if row["method"] in EDITORS]
+        found = [row["efficacy_exact"] for row in self.editing if row["method"] in EDITORS]
         return not found or max(found) >= EDITABLE
 
 
@@ -73,7 +74,7 @@ def make_tables(
     ----------
     study : Study
     methods : sequence of str
-        From :data:`METHODS` and :data:`BEFORE`.
+        From :data:`~unlearnlib.benchmarks.zsre_study.METHODS` and :data:`~unlearnlib.benchmarks.zsre_study.BEFORE`.
     facts : int
         The size of request that the main table has.
     counts, editor_counts : sequence of int
@@ -81,7 +82,7 @@ def make_tables(
     editing_facts : int
         The size of request of the editing harness; 0 leaves it out.
     reach_steps : int
-        See :meth:`Study.reach`; 0 leaves it out.
+        See :meth:`~unlearnlib.benchmarks.zsre_study.Study.reach`; 0 leaves it out.
     gathered : iterable of record
         Records of other runs of the page on the same split. A method's choices and rows are taken from them where they are there.
 
@@ -176,8 +177,8 @@ def claims(tables: Tables) -> list[dict]:
     list of dict
         ``method``, the variant of GROM; ``claim``; ``grom`` and ``other``, the two numbers that decide it; ``against``, whose the second
         is; ``verdict``: ``holds``, ``doesn't hold``, or ``can't be told`` where the two differ by less than half the width of the 95 %
-        bootstrap interval, over facts and unrelated questions, of GROM's number, or, with :data:`NOT_EDITABLE`, where editors can't do
-        on this model what they were built for.
+        bootstrap interval, over facts and unrelated questions, of GROM's number (for the claim about two sizes: of their difference), or,
+        with :data:`NOT_EDITABLE`, where editors can't do on this model what they were built for.
 
     Notes
     -----
@@ -213,7 +214,7 @@ def claims(tables: Tables) -> list[dict]:
         sizes = sorted((other for other in tables.dilution if other["method"] == method), key=lambda other: other["facts"])
         if len(sizes) > 1:
             few, many = sizes[0], sizes[-1]
-            noise = (few["efficacy_high"] - few["efficacy_low"]) / 2
+            noise = math.hypot(*(_half_width(one, "efficacy") for one in (few, many)))
             claim = f"one solve dilutes: efficacy is worse on {many['facts']} facts than on {few['facts']}"
             found.append(_verdict(method, claim, many["efficacy"], few["efficacy"], method, noise))
     return found
@@ -226,9 +227,13 @@ def _verdict(method: str, claim: str, value: float, other: float, against: str, 
 
 def _final_noise(row: Mapping[str, float]) -> float:
     """Half the width of an interval of Final: its three terms are independent to the first order."""
-    widths = {name: (row[f"{name}_high"] - row[f"{name}_low"]) / 2 for name in ("efficacy", "generalization", "specificity")}
     # Efficacy and generalization are about the same facts, so that their errors add up.
-    return 0.5 * (widths["specificity"] ** 2 + (0.5 * (widths["efficacy"] + widths["generalization"])) ** 2) ** 0.5
+    of_facts = (_half_width(row, "efficacy") + _half_width(row, "generalization")) / 2
+    return math.hypot(_half_width(row, "specificity"), of_facts) / 2
+
+
+def _half_width(row: Mapping[str, float], measure: str) -> float:
+    return (row[f"{measure}_high"] - row[f"{measure}_low"]) / 2
 
 
 def _dominates(other: Mapping[str, float], row: Mapping[str, float]) -> bool:
