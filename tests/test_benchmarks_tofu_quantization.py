@@ -13,7 +13,6 @@ from unlearnlib.benchmarks import tofu
 from unlearnlib.benchmarks.tofu_quantization import (
     NONE,
     attack,
-    chosen_settings,
     exported_again,
     grid_shares,
     recovery,
@@ -25,6 +24,7 @@ from unlearnlib.benchmarks.tofu_quantization import (
     verdict,
 )
 from unlearnlib.benchmarks.tofu_scores import Evaluation, mean
+from unlearnlib.benchmarks.tofu_settings import chosen_settings
 from unlearnlib.benchmarks.tofu_study import Grid, Study
 from unlearnlib.quantize import SCHEMES, block_weights, quantized, update_survival
 

@@ -5,7 +5,7 @@ Two things are told apart: what rounding does to a method's update of the weight
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from ..baselines import GradientSettings
 from ..examples import encode, encode_question
 from ..grom.anatomy import Anatomy
-from ..grom.choose import mildest
 from ..methods import GromSettings
 from ..metrics import bfloat16, generate
 from ..quantize import SCHEMES, Survival, block_weights, on_grid, quantized, update_survival
@@ -24,7 +23,7 @@ from ..stats import bootstrap_interval
 from ..unlearning_metrics import rouge_l, teacher_forced
 from .tofu_scores import Evaluation, mean
 from .tofu_study import Study
-from .tofu_tables import MODELS, _settings
+from .tofu_tables import MODELS
 
 CODE = "import unlearnlib.benchmarks.tofu_quantization"
 
@@ -51,30 +50,6 @@ Answers = dict[str, list[float]]
 # The attack
 
 
-def chosen_settings(study: Study, method: str, gathered: Iterable[Mapping] = ()) -> GromSettings | GradientSettings | None:
-    """Settings of a method as another run's record has them, or else as the study chooses them; None for a model that no method made.
-
-    Parameters
-    ----------
-    study : Study
-    method : str
-        From :data:`~unlearnlib.methods.METHODS` or :data:`~unlearnlib.benchmarks.tofu_tables.MODELS`.
-    gathered : iterable of record
-        Records of the TOFU page, on the same grid; the first that tried the method counts.
-
-    Returns
-    -------
-    GromSettings, GradientSettings or None
-    """
-    if method in MODELS:
-        return None
-    for record in gathered:
-        choices = [choice for choice in record["values"]["choices"] if choice["method"] == method]
-        if choices:
-            return _settings(study, method, choices)
-    return mildest(study.choose(method)).settings
-
-
 def attack(
     study: Study, method: str, schemes: Sequence[str], settings: GromSettings | GradientSettings | None = None, *, head: bool = False
 ) -> dict[str, dict]:
@@ -88,7 +63,7 @@ def attack(
     schemes : sequence of str
         Keys of :data:`~unlearnlib.quantize.SCHEMES`.
     settings : GromSettings or GradientSettings, optional
-        Of the method, see :func:`chosen_settings`; None for a model that no method made.
+        Of the method, see :func:`~unlearnlib.benchmarks.tofu_settings.chosen_settings`; None for a model that no method made.
     head : bool
         Whether the LM head is rounded as well, see :func:`~unlearnlib.quantize.block_weights`.
 
